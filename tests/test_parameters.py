@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import aiockpt
-import aiockpt.dcp as aiockpt_dcp
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest
 from aiockpt.manager.requests import RestoreRequest
 from aiockpt.options import CheckpointerOptions, SaveOptions
@@ -35,15 +34,13 @@ METHODS = [
 
 
 def test_the_replacements_for_calls_of_other_libraries_exist() -> None:
-    """Every method and parameter in the right column of the table in `aiockpt.dcp`."""
+    """Every method and parameter in the right columns of the tables of the page."""
     kinds = {"ckpt": aiockpt.SyncCheckpointer, "save": aiockpt.SaveHandle(".", None, 0.0)}  # type: ignore[arg-type]
-    rows = [
-        line[51:]
-        for line in (aiockpt_dcp.__doc__ or "").splitlines()
-        if line.startswith("    ") and line[49:51] == "  "
-    ]
+    page = (Path(aiockpt.__file__).parent / "docs/migrating.md").read_text()
+    tables = page.partition("## From torch.distributed.checkpoint")[2].partition("## From Lightning")[0]
+    rows = [line.split(" | ")[1] for line in tables.splitlines() if line.startswith("| `")]
     assert len(rows) > 25
-    used = [found for row in rows for found in re.findall(r"\b(ckpt|save)\.(\w+)(?:\((.*?)\)(?:$|,| ))?", row)]
+    used = [found for row in rows for found in re.findall(r"\b(ckpt|save)\.(\w+)(?:\((.*?)\)(?:$|,| |`))?", row)]
     assert len(used) > 15
     for owner, name, arguments in used:
         method = getattr(kinds[owner], name)

@@ -6,7 +6,7 @@ import io
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,10 @@ from aiockpt.planning.ranges import Selection, boxes, overlap, select
 
 if TYPE_CHECKING:
     from torch.futures import Future
+
+    _Form = tuple[torch.dtype, tuple[int, ...]]
+    _Contents = dict[str, bytes | _Form]
+    """The coordinator's description of the file: objects, as torch.save writes them, and the forms of tensors."""
 
 
 _PIECE_BYTES = 32 << 20
@@ -114,22 +118,21 @@ class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
         for item in plan.items:
             wanted.setdefault(item.storage_index.fqn, []).append(item)
         names = _wanted_by_all(list(wanted))
-        leaves, contents = self._describe(names, planner) if self.is_coordinator else ({}, _FileContents())
+        leaves, box = self._described(names, planner) if self.is_coordinator else ({}, [None])
         if is_distributed():
-            box = [contents]
             dist.broadcast_object_list(box, src=self.coordinator_rank)
-            (contents,) = box
-        if contents.error is not None:
-            raise contents.error
+        if isinstance(box[0], AiockptError):
+            raise box[0]
+        contents: _Contents = box[0]
         failed: Exception | None = None
         for name in names:
-            regions: list[_WantedRegion] = []
+            content, regions = contents[name], list[_WantedRegion]()
             try:
-                regions = _wanted_regions(wanted.get(name, ()), contents, name, planner)
+                regions = _wanted_regions(wanted.get(name, ()), content, planner)
             except Exception as exc:  # the other ranks continue, so this one joins their broadcasts to the end
                 failed = failed or exc
-            if name in contents.tensors:
-                self._broadcast_tensor(name, contents, leaves.get(name), regions)
+            if not isinstance(content, bytes):
+                self._broadcast_tensor(content, leaves.get(name), regions)
             for region in regions:
                 planner.commit_tensor(region.item, region.target)
         if failed is not None:
@@ -138,32 +141,26 @@ class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
 
     # --- on the coordinator -----------------------------------------------------------------------
 
-    def _describe(self, names: Sequence[str], planner: LoadPlanner) -> tuple[dict[str, Any], _FileContents]:
-        """Open the file, and describe what is wanted from it."""
+    def _described(self, names: Sequence[str], planner: LoadPlanner) -> tuple[dict[str, Any], list[Any]]:
+        """Return the file's leaves, and in a list the contents of those that are wanted, or an error for all ranks."""
         try:
-            value = self._open()
-            if not isinstance(value, dict):
-                raise LoadError(f"{self.checkpoint_id} holds a {type(value).__name__}, not a state dict")
-            leaves: dict[str, Any] = value
+            leaves = self._open()
+            if not isinstance(leaves, dict):
+                raise LoadError(f"{self.checkpoint_id} holds a {type(leaves).__name__}, not a state dict")
             if getattr(planner, "flatten_state_dict", True):
-                leaves, _ = flatten_state_dict(value)
+                leaves, _ = flatten_state_dict(leaves)
             missing = tuple(name for name in names if name not in leaves)
             if missing:
                 raise MissingKeysError(
                     f"{self.checkpoint_id} lacks {', '.join(missing[:10])}.{hint(missing, leaves)}", missing
                 )
-            tensors = {n: leaves[n] for n in names if isinstance(leaves[n], torch.Tensor)}
-            contents = _FileContents(
-                {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
-                {name: encode_object(name, leaves[name]) for name in names if name not in tensors},
-            )
+            return leaves, [{name: _content(name, leaves[name]) for name in names}]
         except AiockptError as exc:
-            return {}, _FileContents(error=exc)
+            return {}, [exc]
         except Exception as exc:  # whatever it is, the other ranks are waiting for this broadcast
             error = LoadError(f"reading {self.checkpoint_id} failed: {type(exc).__name__}: {exc}")
             error.__cause__ = exc
-            return {}, _FileContents(error=error)
-        return tensors, contents
+            return {}, [error]
 
     def _open(self) -> Any:
         with borrowed(None) as checkpointer:
@@ -174,13 +171,12 @@ class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
 
     # --- on every rank ----------------------------------------------------------------------------
 
-    def _broadcast_tensor(
-        self, name: str, contents: _FileContents, tensor: torch.Tensor | None, regions: Sequence[_WantedRegion]
-    ) -> None:
+    def _broadcast_tensor(self, form: _Form, tensor: torch.Tensor | None, regions: Sequence[_WantedRegion]) -> None:
         """Broadcast a tensor piece by piece, and copy this rank's regions out of each piece."""
-        dtype, shape = contents.tensors[name]
-        group = dist.group.WORLD
-        device = torch.device("cpu") if group is None else _device_of(group)
+        dtype, shape = form
+        kinds = [] if dist.group.WORLD is None else [device.type for device in dist.group.WORLD._device_types]
+        # On the host if the group can broadcast from there, else on this thread's current device.
+        device = target_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
         for box in (box for start, stop in _pieces(shape, dtype) for box in boxes(shape, start, stop)):
             piece = torch.empty(box.count, dtype=dtype, device=device)
             if tensor is not None:
@@ -194,19 +190,8 @@ class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
                 region.fill_from(block_at, piece)
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return the device whose tensors a group can broadcast: the host if it can, else this thread's current one."""
-    kinds = [device.type for device in group._device_types]
-    return target_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
-
-
-@dataclass(frozen=True, slots=True)
-class _FileContents:
-    """The coordinator's description of the file: all wanted objects, and the tensors that it will broadcast."""
-
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)  # as torch.save writes them
-    error: AiockptError | None = None  # the file can't be read
+def _content(name: str, value: Any) -> bytes | _Form:
+    return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else encode_object(name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,35 +212,25 @@ class _WantedRegion:
                 self.target[ours].copy_(values.view([part.count for part in block])[common.target])
 
 
-def _wanted_regions(
-    items: Sequence[ReadItem], contents: _FileContents, name: str, planner: LoadPlanner
-) -> list[_WantedRegion]:
+def _wanted_regions(items: Sequence[ReadItem], content: bytes | _Form, planner: LoadPlanner) -> list[_WantedRegion]:
     """Return the regions of a tensor that the plan asks for; hand an object to the planner at once."""
-    if name in contents.objects:
-        for item in items:
-            if item.type != LoadItemType.BYTE_IO:
-                raise ShapeMismatchError(f"{name} is an object in the file but a tensor in the state dict")
-            planner.load_bytes(item, io.BytesIO(contents.objects[name]))
-        return []
-    regions = []
+    regions: list[_WantedRegion] = []
     for item in items:
-        starts, lengths = _bounds(item, contents.tensors[name][1])
+        name, is_object = item.storage_index.fqn, item.type == LoadItemType.BYTE_IO
+        if is_object != isinstance(content, bytes):
+            there, here = ("a tensor", "an object") if is_object else ("an object", "a tensor")
+            raise ShapeMismatchError(f"{name} is {there} in the file but {here} in the state dict")
+        if isinstance(content, bytes):
+            planner.load_bytes(item, io.BytesIO(content))
+            continue
+        _, shape = content
+        begin = item.storage_index.offset or (0,) * len(item.storage_offsets)
+        starts = tuple(o + at for o, at in zip(begin, item.storage_offsets, strict=True))
+        lengths = tuple(item.lengths)
+        if len(starts) != len(shape) or any(s + n > size for s, n, size in zip(starts, lengths, shape, strict=True)):
+            raise ShapeMismatchError(f"{name} has the shape {shape} in the file, which has no {lengths} at {starts}")
         regions.append(_WantedRegion(item, starts, lengths, resolved_target(planner, item, "the file")))
     return regions
-
-
-def _bounds(item: ReadItem, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where an item's region begins in the whole tensor, and its sizes."""
-    if item.type == LoadItemType.BYTE_IO:
-        raise ShapeMismatchError(f"{item.storage_index.fqn} is a tensor in the file but an object in the state dict")
-    begin = item.storage_index.offset or (0,) * len(item.storage_offsets)
-    starts = tuple(o + at for o, at in zip(begin, item.storage_offsets, strict=True))
-    lengths = tuple(item.lengths)
-    if len(starts) != len(shape) or any(s + n > size for s, n, size in zip(starts, lengths, shape, strict=True)):
-        raise ShapeMismatchError(
-            f"{item.storage_index.fqn} has the shape {shape} in the file, which has no {lengths} at {starts}"
-        )
-    return starts, lengths
 
 
 def _pieces(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
@@ -294,14 +269,11 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
         # After super(), which flattens the state dict: the file is searched by these flat names.
         described: dict[str, Any] = {}
         for name, value in self.state_dict.items():
-            described[name] = _described(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata()
+            described[name] = BytesStorageMetadata()
+            if isinstance(value, torch.Tensor):
+                chunk = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
+                described[name] = TensorStorageMetadata(TensorProperties(value.dtype), value.size(), [chunk])
         self.metadata = Metadata(described)
-
-
-def _described(tensor: torch.Tensor) -> TensorStorageMetadata:
-    size = tensor.size()
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), size, [chunk])
 
 
 class EmptyStateDictLoadPlanner(_EmptyStateDictLoadPlanner):
@@ -317,18 +289,12 @@ class EmptyStateDictLoadPlanner(_EmptyStateDictLoadPlanner):
         """Create the tensors; raise CorruptCheckpointError if the metadata lacks chunks of one."""
         if metadata is not None:
             for name, described in metadata.state_dict_metadata.items():
-                if self._should_include_key(name, metadata):
-                    _check_whole(name, described)
+                if not isinstance(described, TensorStorageMetadata) or not self._should_include_key(name, metadata):
+                    continue
+                held, whole = sum(math.prod(chunk.sizes) for chunk in described.chunks), math.prod(described.size)
+                if held < whole:  # so that a damaged shape allocates no memory
+                    raise CorruptCheckpointError(
+                        f"the metadata has {held} of the {whole} elements of {name}: it is that of one rank that saved "
+                        "alone, or damaged; pass a state dict with this rank's part to fill"
+                    )
         super().set_up_planner(state_dict, metadata, is_coordinator)
-
-
-def _check_whole(name: str, described: Any) -> None:
-    """Raise if metadata lacks chunks of a tensor, so that a damaged shape allocates no memory."""
-    if not isinstance(described, TensorStorageMetadata):
-        return
-    held, whole = sum(math.prod(chunk.sizes) for chunk in described.chunks), math.prod(described.size)
-    if held < whole:
-        raise CorruptCheckpointError(
-            f"the metadata has {held} of the {whole} elements of {name}: it is that of one rank that saved alone, or "
-            "damaged; pass a state dict with this rank's part to fill"
-        )

@@ -286,29 +286,24 @@ class PlanExecution:
     def _add(self, request: _PlannedRead) -> None:
         if request.stored.chunk is None and not request.is_object:
             raise CorruptCheckpointError(f"{self._path}: {request.item.storage_index.fqn} is an object, not a tensor")
-        if request.is_object or request.is_whole:
-            self._enqueue(request, request.nbytes)
-            return
-        alone = not self._ahead and request.nbytes >= _ALONE_BYTES
+        is_read_in_parts = not request.is_object and not request.is_whole
+        alone = is_read_in_parts and not self._ahead and request.nbytes >= _ALONE_BYTES
         if alone:
             self._flush()
             self._resolve(request)
         held = request.nbytes
-        if request.target is not None and self._is_direct(request, request.target):
-            held = 0
-        elif request.target is None or not request.target.is_meta:
-            request.staged = torch.empty(tuple(request.item.lengths), dtype=request.stored.dtype, device="cpu")
-        self._plan(request)
-        self._enqueue(request, held)
-        if alone:
-            self._flush()
-
-    def _enqueue(self, request: _PlannedRead, held: int) -> None:
-        """Add a request to the window; read the window first if it is full."""
+        if is_read_in_parts:
+            if request.target is not None and self._is_direct(request, request.target):
+                held = 0
+            elif request.target is None or not request.target.is_meta:
+                request.staged = torch.empty(tuple(request.item.lengths), dtype=request.stored.dtype, device="cpu")
+            self._plan(request)
         if self._window_bytes + held > _WINDOW_BYTES:
             self._flush()
         self._window.append(request)
         self._window_bytes += held
+        if alone:
+            self._flush()
 
     def _resolve(self, request: _PlannedRead) -> None:
         """Ask the planner for its tensor."""

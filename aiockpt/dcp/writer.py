@@ -131,19 +131,6 @@ class SharedSave:
             logger.debug("an unfinished save of %s may be left: %s", self.path, exc)
 
 
-def shared_save_at(
-    path: str, storage: Storage | None, options: Mapping[str, Any] | None, checkpointer: AnyCheckpointer | None
-) -> SharedSave:
-    """Return what saves to a URL, or to a path of a storage; by the storages of the checkpointer, if there is one."""
-    if checkpointer is not None:
-        found, path = EngineAccess(checkpointer).locate(path, storage, options)
-    elif storage is not None:
-        found, path = storage, storage.resolve(path)
-    else:
-        found, path = storage_for(path, **(options or {}))
-    return SharedSave(shared_storage(found), path)
-
-
 # --- the writer ---------------------------------------------------------------------------------------
 
 
@@ -249,7 +236,13 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             return
         if not self._takes_urls:
             raise ValueError(f"{text} is a URL; this writer writes to directories, so give a path")
-        self._shared = shared_save_at(text, self._storage, self._storage_options, self._checkpointer)
+        if self._checkpointer is not None:
+            place = EngineAccess(self._checkpointer).locate(text, self._storage, self._storage_options)
+        elif self._storage is not None:
+            place = self._storage, self._storage.resolve(text)
+        else:
+            place = storage_for(text, **(self._storage_options or {}))
+        self._shared = SharedSave(shared_storage(place[0]), place[1])
         self.path = self._shared.path  # as text: a pathlib.Path can't hold a URL
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -370,14 +363,17 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             yield checkpointer
 
     def _write(self, prefix: str, items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[ItemRange]:
-        hidden = beside.find(self._path(), self._alone) if self._shared is None else ""
+        if self._shared is None:
+            storage, path, ticket = None, self._path(), beside.ticket_of(self._path(), self._alone)
+        else:
+            storage, path, ticket = self._shared.storage, self._shared.path, self._shared.ticket
         file_format = DcpFormat(self.thread_count if self.single_file_per_rank else None)
         places: list[ItemRange] = []
         with self._borrowed() as checkpointer:
             for number, values in enumerate(resolved_batches(items, planner, self._staging_bytes)):
                 name = f"{prefix}{number}_" if number else prefix
-                planner_of_files = self._planners.setdefault(name, Planner(file_format, name))
-                places += write_items(checkpointer, values, self._shared or hidden, planner_of_files, self._transforms)
+                files = self._planners.setdefault(name, Planner(file_format, name))
+                places += write_items(checkpointer, values, path, ticket, files, self._transforms, storage)
         return places
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -479,19 +475,17 @@ def resolved_batches(items: Sequence[WriteItem], planner: SavePlanner, most_byte
 def write_items(
     checkpointer: AnyCheckpointer,
     values: ItemValues,
-    place: str | SharedSave,
+    path: str,
+    ticket: str,
     planner: Planner,
     transforms: Sequence[Transform] = (),
+    storage: Storage | None = None,
 ) -> Sequence[ItemRange]:
-    """Write items to files in a directory, or in a save of all ranks; return the location of each.
+    """Write items to files of a transaction; return the location of each. ``storage``: None: by the path.
 
     Blocks; if it is interrupted, the files are removed.
     """
-    if isinstance(place, SharedSave):
-        storage, ticket = place.storage, place.ticket
-        job = checkpointer.submit_items(values, place.path, planner, transforms, storage=storage, ticket=ticket)
-    else:
-        job = checkpointer.submit_items(values, place, planner, transforms)
+    job = checkpointer.submit_items(values, path, ticket, planner, transforms, storage)
     try:
         job.handle.written.result()
     except BaseException:

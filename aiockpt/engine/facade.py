@@ -138,20 +138,18 @@ class CheckpointerBase:
     def submit_items(
         self,
         items: Sequence[tuple[str, torch.Tensor | bytes]],
-        directory: Path,
+        path: Path,
+        ticket: str,
         planner: Planner,
         transforms: Sequence[Transform] = (),
-        *,
         storage: Storage | None = None,
-        ticket: str = "",
     ) -> SaveJob:
-        """Start to write tensors, and bytes of objects, to files in an existing directory. For adapters.
+        """Start to write tensors, and bytes of objects, to files of a transaction that was begun. For adapters.
 
-        The caller makes a checkpoint of the directory. If the save fails, its files are removed. ``planner`` has the
-        format and the names of the files, and keeps their layout for the next call. ``transforms`` are applied to each
-        item, in order. With a ``ticket``, ``directory`` is the path of the checkpoint that was begun in the storage.
+        The caller makes a checkpoint of them. If the save fails, they are removed. ``planner`` has the format and the
+        names of the files, and keeps their layout for the next call. ``transforms`` are applied to each item, in order.
         """
-        return self._submitter.submit_items(items, directory, planner, transforms, storage, ticket)
+        return self._submitter.submit_items(items, path, ticket, planner, transforms, storage)
 
     def _delete(self, path: Path, storage: Storage | None, after: SaveHandle | None) -> Call[None]:
         storage, where = self._storages.of(path, storage)

@@ -148,18 +148,18 @@ class Submitter:
     def submit_items(
         self,
         items: Sequence[tuple[str, torch.Tensor | bytes]],
-        directory: Path,
+        path: Path,
+        ticket: str,
         planner: Planner,
         transforms: Sequence[Transform],
         storage: Storage | None = None,
-        ticket: str = "",
     ) -> SaveJob:
-        """Queue a save that adds files to a directory; see `CheckpointerBase.submit_items`."""
+        """Queue a save that adds files to a transaction; see `CheckpointerBase.submit_items`."""
         started = time.perf_counter()
-        self.engine.origin.check(f"a save to {self.storages.printable(directory)}")
+        self.engine.origin.check(f"a save to {self.storages.printable(path)}")
         if self._transforms:
             raise SaveError("items can't be added to another's checkpoint by a checkpointer that has transforms")
-        storage, where = self.storages.of(directory, storage)
+        storage, where = self.storages.of(path, storage)
         snapshot = capture_items(items, sampled=self._options.validate == "hash")
         self._warn_of_permissions(snapshot)
         self._warn_of_dequantized(snapshot)

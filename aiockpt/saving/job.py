@@ -74,10 +74,10 @@ class PartSpec(SaveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendSpec(SaveSpec):
-    """A save that only adds files to a directory, or to a transaction of others."""
+    """A save that only adds files to a transaction of others."""
 
     planner: Planner
-    ticket: str = ""  # of the transaction
+    ticket: str  # of the transaction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

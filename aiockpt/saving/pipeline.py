@@ -279,7 +279,7 @@ class SavePipeline:
         if isinstance(writer, FileWriter):
             writer.begin(await self._strategy.begin())
         else:
-            writer.begin(await self._strategy.ticket())
+            await writer.begin(await self._strategy.ticket())
 
     async def _hand_over(self, plan: SavePlan, writer: Writer) -> None:
         """Pass the writer everything that the commit needs, and announce that everything is staged."""

@@ -141,19 +141,15 @@ class PartSave(LocalSave):
 
 
 class AppendSave(LocalSave):
-    """A save that adds files to an existing directory, or to a transaction; its caller makes a checkpoint of them."""
+    """A save that adds files to a transaction; its caller makes a checkpoint of them."""
 
     def __init__(self, job: SaveJob, spec: AppendSpec, compute: Workers, io: Workers) -> None:
         super().__init__(job, spec.planner, compute, io)
         self._ticket = spec.ticket
 
     async def begin(self) -> Transaction:
-        """Check that files can be added."""
-        path, storage = self._job.path, self._job.storage
-        if self._ticket:
-            self._transaction = await shared_storage(storage).join(path, self._ticket, workers=self._io)
-        else:
-            self._transaction = storage.append_to(path, workers=self._io)
+        storage = shared_storage(self._job.storage)
+        self._transaction = await storage.join(self._job.path, self._ticket, workers=self._io)
         return self._transaction
 
     async def documents(self, plan: SavePlan) -> None:
@@ -164,8 +160,7 @@ class AppendSave(LocalSave):
         if self._transaction is None or not isinstance(plan, DcpPlan):
             raise RuntimeError("a save can't be committed before it has begun")
         await self._transaction.commit()
-        if self._ticket:
-            await shared_transaction(self._transaction).release()
+        await shared_transaction(self._transaction).release()
         self._job.item_ranges = item_ranges(plan, writer.encoded)
         sizes = {name: facts.nbytes for name, facts in writer.files.items()}
         return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)

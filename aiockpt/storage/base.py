@@ -649,10 +649,6 @@ class Storage(Directories, ABC):
         """
         return await self.begin(path, overwrite=True, workers=workers)
 
-    def append_to(self, path: str, *, workers: Workers) -> Transaction:
-        """Add files to an existing directory, for adapters that publish them by other means; does not block."""
-        raise SaveError(f"{path}: files can be added to directories of a file system only")
-
     def within_checkpoints(self) -> Storage:
         """Return a storage that also writes into the directory of a checkpoint, as stock's conversions do."""
         return self

@@ -21,14 +21,7 @@ Patches = Mapping[str, Sequence[tuple[int, int]] | None]
 
 
 class PatchedStorage(WrapperStorage):
-    """Opens a checkpoint of a storage together with its copy in another one.
-
-    Args:
-        inner: where the checkpoint is.
-        other: where the copy is.
-        path: its path there.
-        patches: what is read from there.
-    """
+    """Opens a checkpoint of a storage together with its copy at a path of another one, from which patches are read."""
 
     def __init__(self, inner: Storage, other: Storage, path: str, patches: Patches) -> None:
         super().__init__(inner)

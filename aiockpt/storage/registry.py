@@ -104,17 +104,10 @@ class Storages:
         storage: Storage | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> tuple[Storage, str]:
-        """Return the storage of a path, and the canonical path in it. Does not block.
+        """Return the storage of a path or URL, and the canonical path in it. Does not block.
 
-        Args:
-            path: a path or a URL.
-            storage: that of this call.
-            options: those of this call.
-
-        Raises:
-            TypeError: an argument has another type.
-            ValueError: options contradict each other.
-            AiockptError: no storage is registered for the scheme, or it refuses the path.
+        ``storage`` and ``options`` are those of this call. Raise TypeError and ValueError for wrong arguments, and
+        AiockptError if no storage is registered for the scheme, or it refuses the path.
         """
         text = text_of(path)
         if storage is not None and not isinstance(storage, Storage):

@@ -21,7 +21,7 @@ _NOREPLACE = 1
 _EXCHANGE = 2
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _NO_CLONES = frozenset({errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP})
-_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
 logger = logging.getLogger("aiockpt")
 
@@ -120,7 +120,7 @@ def _rename_in_steps(source: str, target: str) -> None:
 
 
 def link(source: str, target: str) -> bool:
-    """Make a hard link; return False if the file system has none, raise FileExistsError if the target exists."""
+    """Make a hard link; return False if the file system has none or forbids it; FileExistsError for a taken name."""
     try:
         os.link(source, target)
     except OSError as exc:

@@ -11,7 +11,7 @@ import mmap
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from aiockpt.planning.encoding import ImageCoding, ItemCoding
     from aiockpt.writing.commit import CommitDocuments
 
-    PassOn = Callable[[memoryview, int, int, Callable[[], None]], Awaitable[None]]
-
 # --- transforms ---------------------------------------------------------------------------------------
 # Staging fills the same image as without transforms. Its items are cut out of the sealed chunks and encoded, so the
 # file has other bytes at other offsets, which are known only once they are written.
@@ -55,7 +53,6 @@ _WORTHWHILE = 0.95  # a compressed item must be at most so large, relative to it
 _SAMPLE_LEVEL = 1
 _STEP_BYTES = 1 << 20
 _OUTPUT_BYTES = 4 << 20
-_OUTPUT_BUFFERS = 2
 
 
 class ImageEncoder:
@@ -65,34 +62,37 @@ class ImageEncoder:
         self._coding = coding
         self._remaining = iter(coding.items)
         self._item: _ItemEncoder | None = None
-        self._pieces: Iterator[memoryview] = iter(())
-        self._rest = memoryview(b"")  # of a piece that did not fit into a buffer
+        self.free: list[memoryview] = []  # buffers to use again
+        self._buffer: memoryview | None = None  # not full yet
+        self._filled = 0  # of it
         self.encoded: list[EncodedItem] = []  # the items that are complete
         self.nbytes = 0  # of the file so far
         self.crc = 0  # of these bytes
 
-    def take(self, chunk: memoryview, start: int, stop: int) -> None:
-        """Set the input of `fill`: the bytes ``start`` to ``stop`` of the image, unchanged until it is used up."""
-        self._pieces = self._encode(chunk, start, stop)
+    def encode(self, chunk: memoryview, start: int, stop: int, *, is_last: bool) -> Iterator[memoryview]:
+        """Take the bytes ``start`` to ``stop`` of the image; yield the next buffers of the file. Blocks, and computes.
 
-    def fill(self, buffer: memoryview, position: int) -> int:
-        """Write encoded bytes into a buffer from ``position`` on; return where they end. Blocks, and computes.
-
-        They end before the end of the buffer if the input is used up. Raises SaveError if a transform fails.
+        All but the last one of the image are full. Raises SaveError if a transform fails.
         """
-        while position < len(buffer):
-            if not self._rest:
-                piece = next(self._pieces, None)
-                if piece is None:
-                    break
-                self._rest = piece
-            count = min(len(self._rest), len(buffer) - position)
-            buffer[position : position + count] = self._rest[:count]
-            self._rest = self._rest[count:]
-            position += count
-        return position
+        for piece in self._pieces(chunk, start, stop):
+            while piece:
+                if self._buffer is None:
+                    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # mapped: its address is aligned for direct I/O
+                    self._buffer = (
+                        self.free.pop() if self.free else memoryview(mmap.mmap(-1, _OUTPUT_BYTES, flags=flags))
+                    )
+                    self._filled = 0
+                count = min(len(piece), _OUTPUT_BYTES - self._filled)
+                self._buffer[self._filled : self._filled + count] = piece[:count]
+                self._filled += count
+                piece = piece[count:]
+                if self._filled == _OUTPUT_BYTES:
+                    full, self._buffer = self._buffer, None
+                    yield full
+        if is_last and self._buffer is not None:
+            yield self._buffer[: self._filled]
 
-    def _encode(self, chunk: memoryview, start: int, stop: int) -> Iterator[memoryview]:
+    def _pieces(self, chunk: memoryview, start: int, stop: int) -> Iterator[memoryview]:
         while True:
             if self._item is None:
                 coding = next(self._remaining, None)
@@ -120,45 +120,6 @@ class ImageEncoder:
             self.crc = crc32(piece, self.crc)
             self.nbytes += len(piece)
             yield piece
-
-
-class EncodedOutput:
-    """Double-buffered output of an encoder: one buffer is filled while the other is written."""
-
-    def __init__(self, encoder: ImageEncoder, pass_on: PassOn) -> None:
-        self._encoder = encoder
-        self._pass_on = pass_on  # takes a buffer, its start and stop in the file, and a function that releases it
-        self._may_use = anyio.Semaphore(_OUTPUT_BUFFERS)
-        self._free: list[memoryview] = []
-        self._buffer: memoryview | None = None
-        self._filled = 0  # of the buffer
-        self._passed = 0  # of the file
-
-    async def buffer(self) -> memoryview:
-        """Return the buffer that is being filled; if all are full, wait until one is written."""
-        if self._buffer is None:
-            await self._may_use.acquire()
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # mapped, so that its address is aligned for direct I/O
-            self._buffer = self._free.pop() if self._free else memoryview(mmap.mmap(-1, _OUTPUT_BYTES, flags=flags))
-        return self._buffer
-
-    def fill(self, buffer: memoryview) -> bool:
-        """Fill the buffer with the encoder's output; return whether it is full. Blocks, and computes."""
-        self._filled = self._encoder.fill(buffer, self._filled)
-        return self._filled == len(buffer)
-
-    async def pass_on(self) -> None:
-        """Pass the buffer on to be written, as far as it is filled."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is None:
-            return
-        start, self._passed = self._passed, self._passed + self._filled
-        self._filled = 0
-        await self._pass_on(buffer, start, self._passed, partial(self._release, buffer))
-
-    def _release(self, buffer: memoryview) -> None:
-        self._free.append(buffer)
-        self._may_use.release()
 
 
 class _ItemEncoder:
@@ -387,14 +348,13 @@ class FileWriter(ChunkWriter):
         turn = anyio.Semaphore(self._threads.io_workers.count)
         for number, (image, sealer) in enumerate(zip(self._images, self._sealers, strict=True)):
             # Unbounded, so that `put` never waits for the disk: the pool bounds the chunks. Sealed chunks are bounded,
-            # so that a file is sealed one chunk ahead of the writing.
+            # so that a file is sealed one chunk ahead of the writing; of two buffers, one is filled while the other is
+            # written.
+            encoder = None if self._encoders is None else self._encoders[number]
             filled_in, filled_out = anyio.create_memory_object_stream[FilledChunk](math.inf)
-            sealed_in, sealed_out = anyio.create_memory_object_stream[FilledChunk](1)
+            sealed_in, sealed_out = anyio.create_memory_object_stream[FilledChunk](1 if encoder is None else 0)
             self._inputs.append(filled_in)
-            if self._encoders is None:
-                tasks.start_soon(self._seal, image, sealer, filled_out, sealed_in)
-            else:
-                tasks.start_soon(self._encode, image, sealer, self._encoders[number], filled_out, sealed_in)
+            tasks.start_soon(self._seal, image, sealer, encoder, filled_out, sealed_in)
             tasks.start_soon(self._write, number, sealed_out, turn)
 
     def begin(self, transaction: Transaction) -> None:
@@ -459,55 +419,41 @@ class FileWriter(ChunkWriter):
         self,
         image: FileImage,
         sealer: Sealer | PartSealer,
+        encoder: ImageEncoder | None,
         receive: MemoryObjectReceiveStream[FilledChunk],
         send: MemoryObjectSendStream[FilledChunk],
     ) -> None:
-        """Complete the chunks of one file with what stands around payloads, one ahead of the writing."""
+        """Complete the chunks of one file with what stands around payloads, and encode its items."""
+        is_short = encoder is None and image.nbytes <= SHORT_BYTES
+        nbytes = image.file_bytes if isinstance(image, PartImage) else image.nbytes
         with receive, send:
             async for chunk in receive:
                 with span("seal", chunk.stop - chunk.start, image.name):
-                    is_short, workers = image.nbytes <= SHORT_BYTES, self._threads.seal_workers
-                    await workers.run_unless(is_short, sealer.seal, chunk.view, chunk.start, chunk.stop)
+                    seal = self._threads.seal_workers.run_unless
+                    await seal(is_short, sealer.seal, chunk.view, chunk.start, chunk.stop)
+                if encoder is not None:
+                    await self._encode(image, encoder, chunk, send)
                 if chunk.stop == image.nbytes:
-                    nbytes = image.file_bytes if isinstance(image, PartImage) else image.nbytes
-                    self.files[image.name] = FileFacts(nbytes, sealer.file_crc)
-                with contextlib.suppress(anyio.BrokenResourceError):  # the writer has failed, which ends this too
-                    await send.send(chunk)
+                    facts = (nbytes, sealer.file_crc) if encoder is None else (encoder.nbytes, encoder.crc)
+                    self.files[image.name] = FileFacts(*facts)
+                if encoder is None:
+                    await _pass_on(chunk, send)
 
     async def _encode(
-        self,
-        image: FileImage,
-        sealer: Sealer | PartSealer,
-        encoder: ImageEncoder,
-        receive: MemoryObjectReceiveStream[FilledChunk],
-        send: MemoryObjectSendStream[FilledChunk],
+        self, image: FileImage, encoder: ImageEncoder, chunk: FilledChunk, send: MemoryObjectSendStream[FilledChunk]
     ) -> None:
-        """Complete the chunks of one file, encode its items, and pass the result on."""
-
-        async def pass_on(view: memoryview, start: int, stop: int, release: Callable[[], None]) -> None:
-            with contextlib.suppress(anyio.BrokenResourceError):  # the writer has failed, which ends this too
-                await send.send(FilledChunk(view, start, stop, release))
-
-        run, output = self._threads.seal_workers.run, EncodedOutput(encoder, pass_on)
-        with receive, send:
-            async for chunk in receive:
-                with span("seal", chunk.stop - chunk.start, image.name):
-                    await run(sealer.seal, chunk.view, chunk.start, chunk.stop)
-                # The encoder reads the chunk until its input is used up: no release before that.
-                encoder.take(chunk.view, chunk.start, chunk.stop)
-                while await self._encoded(output, image.name):
-                    await output.pass_on()
-                chunk.release()
-                self._count(chunk.stop - chunk.start)
-                if chunk.stop == image.nbytes:
-                    await output.pass_on()
-                    self.files[image.name] = FileFacts(encoder.nbytes, encoder.crc)
-
-    async def _encoded(self, output: EncodedOutput, file: str) -> bool:
-        """Fill a buffer with encoded bytes; return whether it is full."""
-        buffer = await output.buffer()
-        with span("encode", 0, file):
-            return await self._threads.seal_workers.run(output.fill, buffer)
+        """Encode a chunk, release it, and pass the result on."""
+        is_last = chunk.stop == image.nbytes
+        buffers = encoder.encode(chunk.view, chunk.start, chunk.stop, is_last=is_last)
+        while True:
+            with span("encode", 0, image.name):
+                buffer = await self._threads.seal_workers.run(next, buffers, None)
+            if buffer is None:
+                break
+            release = partial(encoder.free.append, buffer)
+            await _pass_on(FilledChunk(buffer, 0, len(buffer), release), send)  # only its length counts
+        chunk.release()  # not before: the encoder reads it until then
+        self._count(chunk.stop - chunk.start)
 
     async def _write(self, number: int, receive: MemoryObjectReceiveStream[FilledChunk], turn: anyio.Semaphore) -> None:
         image, name, is_encoded = self._images[number], self._names[number], self._encoders is not None
@@ -560,6 +506,11 @@ class FileWriter(ChunkWriter):
         with span("sync", 0, image.name):
             await sink.finish()
         self._finished += 1
+
+
+async def _pass_on(chunk: FilledChunk, send: MemoryObjectSendStream[FilledChunk]) -> None:
+    with contextlib.suppress(anyio.BrokenResourceError):  # the writer has failed, which ends the sender too
+        await send.send(chunk)
 
 
 def _sealer_of(image: FileImage, head: bytes, hashing: Hashing | None) -> Sealer | PartSealer:

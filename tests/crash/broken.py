@@ -12,6 +12,7 @@ from pathlib import Path
 from aiockpt.core.threads import Workers
 from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import NO_DOCUMENTS, Document, Transaction
+from aiockpt.storage.local.transaction import JoinedTransaction
 from aiockpt.storage.wrapper import WrapperTransaction
 from aiockpt.testing import FaultyStorage
 from tests.crash.consequences import Kind
@@ -26,7 +27,7 @@ class InPlace(LocalStorage):
         if os.path.exists(path):
             shutil.rmtree(path)
         os.mkdir(path)
-        return self.append_to(path, workers=workers)
+        return JoinedTransaction(self._policy, path, path, workers)
 
 
 class OneByOne(WrapperStorage):

@@ -55,7 +55,7 @@ sys.stdin.read()
 SAVE_AND_WAIT = """
 import sys, anyio
 from aiockpt.storage import LocalStorage
-from aiockpt.storage.local.temp_dir import spelled, write_sidecar
+from aiockpt.storage.local.temp_dir import spelled, write_new
 from aiockpt.core.threads import Workers
 
 async def main(path):
@@ -63,7 +63,7 @@ async def main(path):
     transaction = await LocalStorage().begin(path, overwrite=True, workers=workers)
     sink = await transaction.create("__0_0.distcp", 4096)
     await sink.write(memoryview(bytes(4096)))
-    write_sidecar(f"{path.rpartition('/')[0]}/{transaction.ticket}-{spelled('part-0')}", b"sidecar")
+    write_new(f"{path.rpartition('/')[0]}/{transaction.ticket}-{spelled('part-0')}", b"sidecar", fsync=False)
     print(transaction.ticket, flush=True)
     sys.stdin.read()
 

@@ -20,7 +20,7 @@ from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.local import commit, temp_dir, transaction
 from aiockpt.storage.local.orphans import clean
 from aiockpt.storage.local.source import open_source
-from aiockpt.storage.local.temp_dir import make_hidden, new_ticket, read_sidecar, spelled, sweep, write_sidecar
+from aiockpt.storage.local.temp_dir import make_hidden, new_ticket, read_sidecar, spelled, sweep, write_new
 from aiockpt.storage.syscalls import rename_exchange
 from aiockpt.testing.conformance.suite import metadata_of
 
@@ -154,7 +154,7 @@ async def test_planted_files_are_not_used(workers, tmp_path: Path) -> None:
             await transaction.create(f"__{number}_0.distcp", 2 << 20)
         plant(tmp_path / spelled(f"{hidden.name}-part-{number}"))
         with pytest.raises(FileExistsError):
-            write_sidecar(str(tmp_path / spelled(f"{hidden.name}-part-{number}")), b"data")
+            write_new(str(tmp_path / spelled(f"{hidden.name}-part-{number}")), b"data", fsync=False)
         (tmp_path / spelled(f"{hidden.name}-part-{number}")).unlink()
     await transaction.abort()
     assert (tmp_path / "target").read_bytes() == b"precious"
@@ -164,7 +164,7 @@ async def test_planted_files_are_not_used(workers, tmp_path: Path) -> None:
 def test_sidecars_are_regular_files_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sidecar = str(tmp_path / "sidecar")
     assert read_sidecar(sidecar) is None
-    write_sidecar(sidecar, b"data")
+    write_new(sidecar, b"data", fsync=False)
     assert read_sidecar(sidecar) == b"data"
     os.symlink(sidecar, tmp_path / "link")
     with pytest.raises(OSError, match="symbolic links"):
@@ -193,7 +193,7 @@ async def test_modes_follow_the_umask_but_are_never_world_writable(
         transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
         hidden = tmp_path / transaction.ticket
         sidecar = hidden.with_name(spelled(hidden.name + "-part-0"))
-        write_sidecar(str(sidecar), b"data")
+        write_new(str(sidecar), b"data", fsync=False)
         assert stat.S_IMODE(hidden.stat().st_mode) == mode
         assert stat.S_IMODE(sidecar.stat().st_mode) == mode & 0o666
         sidecar.unlink()

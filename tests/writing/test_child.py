@@ -1,8 +1,7 @@
-"""The writer process: detecting the death of the trainer, and the order of saves."""
+"""The writer process: the order of saves."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 from pathlib import Path
@@ -16,28 +15,7 @@ from aiockpt.planning.layout import lay_out
 from aiockpt.storage import LocalStorage
 from aiockpt.writing.file_writer import WriterThreads
 from aiockpt.writing.process import messages
-from aiockpt.writing.process.child import ChildSave, SharedState, watch_parent
-
-
-@pytest.mark.asyncio
-async def test_a_death_is_detected_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pidfd of an ended process stays readable: a loop that went on watching it would never sleep again."""
-    child = await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE)
-    monkeypatch.setattr(os, "getppid", lambda: child.pid)
-    opened: list[int] = []
-    pidfd_open = os.pidfd_open
-
-    def open_and_note(pid: int) -> int:
-        opened.append(pidfd_open(pid))
-        return opened[-1]
-
-    monkeypatch.setattr(os, "pidfd_open", open_and_note)
-    async with watch_parent(child.pid) as dead:
-        assert not dead.is_set()
-        child.stdin.close()
-        await dead.wait()
-        assert not asyncio.get_running_loop().remove_reader(opened[0])  # it is not watched any more
-    await child.wait()
+from aiockpt.writing.process.child import ChildSave, SharedState
 
 
 @pytest.mark.slow
@@ -52,7 +30,7 @@ async def test_a_failed_save_ends_after_the_saves_before_it(tmp_path: Path) -> N
         if isinstance(message, messages.Failed) and message.save == 2:
             failed.set()
 
-    shared = SharedState(4096, memoryview(bytearray(4096)), threads, post, 1.0)
+    shared = SharedState(4096, memoryview(bytearray(4096)), threads, post)
 
     def save(number: int, previous: ChildSave | None) -> ChildSave:
         begin = messages.Begin(

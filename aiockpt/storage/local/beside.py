@@ -18,8 +18,7 @@ from aiockpt.format.names import HIDDEN, MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.faults import errors
 from aiockpt.storage.local.belonging import remove, replaced_by
 from aiockpt.storage.local.commit import NotDurableError, Publication, make_directories, remove_own, sync_directory
-from aiockpt.storage.local.retries import sync_fd
-from aiockpt.storage.local.temp_dir import Hold, shared_ticket, spelled
+from aiockpt.storage.local.temp_dir import Hold, shared_ticket, spelled, write_new
 from aiockpt.storage.syscalls import identity, rename_noreplace
 
 _DATA = ".distcp"
@@ -69,6 +68,11 @@ def find(path: str, rank: int | None) -> str:
     )
 
 
+def ticket_of(path: str, rank: int | None) -> str:
+    """Return the ticket by which a rank joins those that write to that directory."""
+    return os.path.relpath(find(path, rank), os.path.dirname(path))
+
+
 def remove_files(path: str, rank: int | None, prefix: str) -> None:
     """Remove the files of one rank from the hidden directory, as far as that works."""
     with contextlib.suppress(WriteError, OSError):
@@ -94,11 +98,8 @@ def names_for(files: Iterable[str], hidden: str, path: str) -> dict[str, str]:
 def write_metadata(hidden: str, name: str, data: bytes, *, fsync: bool) -> None:
     """Write the metadata into the hidden directory."""
     path = os.path.join(hidden, name)
-    with errors(WriteError, f"write {path}"), open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        if fsync:
-            sync_fd(file.fileno())
+    with errors(WriteError, f"write {path}"):
+        write_new(path, data, fsync=fsync)
 
 
 def publish(

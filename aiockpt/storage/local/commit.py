@@ -41,6 +41,7 @@ from aiockpt.storage.syscalls import (
     Identity,
     UnsupportedError,
     identity,
+    link,
     open_directory,
     rename_exchange,
     rename_noreplace,
@@ -57,9 +58,6 @@ _NOT_OURS_TO_SYNC = frozenset({errno.EINVAL, errno.EROFS, errno.EACCES, errno.EP
 
 # NFS sends a request again when its answer was lost; the server then finds the name given, or the old one gone.
 _MAYBE_PUBLISHED = AMBIGUOUS | {errno.EEXIST, errno.ENOENT}
-
-# A file system without hard links, or one that forbids links to the files of others.
-_CANT_LINK = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
 _Undo = Literal["rename", "exchange", "steps", "nothing"]
 
@@ -283,7 +281,7 @@ class Publication:
                 if self._kept and not is_safetensors(own):
                     self._kept = {}
                 for name in self._kept.keys() - set(own):  # the others are replaced by files of this save
-                    self._link(os.path.join(self.path, name), os.path.join(self.hidden, name))
+                    self._take(os.path.join(self.path, name), os.path.join(self.hidden, name))
                     self._linked.append(name)
             except FileNotFoundError:  # what is at the path is being replaced or deleted
                 if attempt == _ATTEMPTS - 1:
@@ -291,13 +289,9 @@ class Publication:
             else:
                 return
 
-    def _link(self, source: str, target: str) -> None:
+    def _take(self, source: str, target: str) -> None:
         """Link a file, or else copy it durably."""
-        try:
-            os.link(source, target, follow_symlinks=False)
-        except OSError as exc:
-            if exc.errno not in _CANT_LINK:
-                raise
+        if not link(source, target):
             shutil.copy2(source, target, follow_symlinks=False)
             with open(target, "rb") as copy:
                 if self.fsync:

@@ -12,7 +12,7 @@ import secrets
 
 from aiockpt.storage.local.commit import make_directories, sync_directory
 from aiockpt.storage.local.entries import read_regular
-from aiockpt.storage.local.temp_dir import new_ticket
+from aiockpt.storage.local.temp_dir import new_ticket, write_new
 from aiockpt.storage.syscalls import link
 
 DISK_NAME = ".aiockpt.disk"
@@ -30,25 +30,16 @@ def identify(directory: str, *, make: bool) -> str | None:
         return None
     if not os.path.isdir(directory):
         make_directories(directory, fsync=True)
-    draft = os.path.join(directory, new_ticket())
+    draft, own = os.path.join(directory, new_ticket()), secrets.token_hex(_DIGITS // 2).encode()
     try:
-        _write(draft)
+        write_new(draft, own, fsync=True)
         with contextlib.suppress(FileExistsError):  # another rank of this host was faster
             if not link(draft, path):  # a file system without hard links
-                _write(path)
+                write_new(path, own, fsync=True)
     finally:
         os.unlink(draft)
     sync_directory(directory)
     return _read(path)
-
-
-def _write(path: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o664)
-    try:
-        os.write(fd, secrets.token_hex(_DIGITS // 2).encode())
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _read(path: str) -> str:

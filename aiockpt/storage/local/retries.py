@@ -157,14 +157,9 @@ class Repeater:
     ) -> T:
         """Run a step until it succeeds, fails with a permanent error, or the attempts are used up.
 
-        Args:
-            what: the step, for the log.
-            step: called for each attempt; nothing of a failed one is still running.
-            undone: for a step that is not idempotent: called after an ambiguous error, and returns whether nothing has
-                happened. If something has, or that can't be found out, the error is raised.
-
-        Raises:
-            BaseException: of the last attempt. The OSError has a note that says how often it was tried.
+        ``undone`` is for a step that is not idempotent: called after an ambiguous error, it returns whether nothing has
+        happened. If something has, or that can't be found out, the error is raised. The OSError of a last attempt has a
+        note that says how often it was tried.
         """
         begin = time.monotonic()
         failed = 0

@@ -156,19 +156,15 @@ class LocalSink(FileSink):
 
 def write_small(file: NewFile, data: bytes | bytearray | memoryview) -> None:
     """Create, write, sync and close a file. Blocks; if it fails, the file is removed, so that it can be tried again."""
-    step, rest = "create", memoryview(data)
+    step = "create"
     try:
         fd = os.open(file.path, _NEW_FLAGS, FILE_MODE)
         try:
             try:
-                if len(rest) >= _DIRECT_MIN_BYTES:  # so that a full disk fails at once
-                    allocate(fd, len(rest))
-                while rest:
-                    step = "write"
-                    count = os.write(fd, rest)
-                    if not count:
-                        raise OSError(errno.EIO, "the file system wrote nothing")
-                    rest = rest[count:]
+                if len(data) >= _DIRECT_MIN_BYTES:  # so that a full disk fails at once
+                    allocate(fd, len(data))
+                step = "write"
+                _write_all(fd, memoryview(data), 0)
                 step = "make durable"
                 if file.fsync:
                     sync_fd(fd)
@@ -180,6 +176,14 @@ def write_small(file: NewFile, data: bytes | bytearray | memoryview) -> None:
             raise
     except OSError as exc:
         raise WriteError(f"can't {step} {file.final}: {described(exc, file.path)}") from exc
+
+
+def _write_all(fd: int, part: memoryview, offset: int) -> None:
+    while part:
+        count = os.pwrite(fd, part, offset)
+        if count == 0:
+            raise OSError(errno.EIO, "the file system wrote nothing")
+        part, offset = part[count:], offset + count
 
 
 # --- a part of a file ---------------------------------------------------------------------------------
@@ -234,11 +238,11 @@ class LocalPartSink(PartSink):
                 head = -offset % BLOCK_BYTES
                 tail = (nbytes - head) % BLOCK_BYTES
                 whole = part[head : nbytes - tail]
-                self._write_at(part[:head], offset)
+                _write_all(self._fd, part[:head], offset)
                 self._write_directly(whole, offset + head)
-                self._write_at(part[nbytes - tail :], offset + nbytes - tail)
+                _write_all(self._fd, part[nbytes - tail :], offset + nbytes - tail)
             else:
-                self._write_at(part, offset)
+                _write_all(self._fd, part, offset)
 
     def _write_directly(self, part: memoryview, offset: int) -> None:
         while part:
@@ -250,15 +254,8 @@ class LocalPartSink(PartSink):
                 count = 0
             if count % BLOCK_BYTES or not count:
                 count -= count % BLOCK_BYTES
-                self._write_at(part[count:], offset + count)
+                _write_all(self._fd, part[count:], offset + count)
                 return
-            part, offset = part[count:], offset + count
-
-    def _write_at(self, part: memoryview, offset: int) -> None:
-        while part:
-            count = os.pwrite(self._fd, part, offset)
-            if count == 0:
-                raise OSError(errno.EIO, "the file system wrote nothing")
             part, offset = part[count:], offset + count
 
     async def finish(self) -> None:

@@ -19,7 +19,6 @@ import mmap
 import os
 import stat
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -354,58 +353,25 @@ def _place_of(path: str) -> str:
     return path
 
 
-class _Opened:
-    """The descriptors of a source: each is closed once, by its last user or to make room for another."""
-
-    def __init__(self, directory: int) -> None:
-        self.directory = directory
-        self.files: dict[str, LocalFile] = {}  # in order of their last use
-        self.lock = threading.Lock()
-        self.closed = False
-
-    def close(self) -> None:
-        """Close what is not in use. Idempotent."""
-        with self.lock:
-            if self.closed:
-                return
-            self.closed = True
-            os.close(self.directory)
-            for file in self.files.values():
-                if not file.users:
-                    file.close()
-            self.files.clear()
-
-    def make_room(self) -> None:
-        """Close the files that were not used for longest, so that one more may be opened; call with the lock."""
-        surplus = len(self.files) + 1 - _MOST_OPEN
-        if surplus > 0:
-            for name in [name for name, file in self.files.items() if not file.users][:surplus]:
-                self.files.pop(name).close()
-
-    def let_go(self, file: LocalFile) -> None:
-        with self.lock:
-            file.users -= 1
-            if self.closed and not file.users:
-                file.close()
-
-
 class LocalSource(Source):
     """The files below a directory, or one file. Any number of threads may read at once."""
+
+    _directory = -1
 
     def __init__(self, path: str, *, direct_io: bool) -> None:
         self._is_file = os.path.isfile(path)
         self._root = os.path.dirname(path) if self._is_file else path
         self._direct_io = direct_io
         self._shared = False
-        flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
-        self._opened = _Opened(os.open(self._root, flags))
-        weakref.finalize(self, self._opened.close)  # if the caller forgets to
-        self.is_remote = is_on_network(self._opened.directory)
+        self._opened: dict[str, LocalFile] = {}  # in order of their last use
+        self._lock = threading.Lock()
+        self._directory = os.open(self._root, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0))
+        self.is_remote = is_on_network(self._directory)
         try:
             if self._is_file:
                 self._sizes = {os.path.basename(path): os.stat(path).st_size}
             else:
-                self._sizes = _sizes(self._opened.directory)
+                self._sizes = _sizes(self._directory)
             self._open_ahead()
         except BaseException:
             self.close()
@@ -421,7 +387,7 @@ class LocalSource(Source):
             found = os.stat(os.path.dirname(path) if self._is_file else path)
         except FileNotFoundError:
             return False
-        return os.path.samestat(found, os.fstat(self._opened.directory))
+        return os.path.samestat(found, os.fstat(self._directory))
 
     def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
         with self._file(name) as file:
@@ -441,30 +407,52 @@ class LocalSource(Source):
 
     def share(self) -> None:
         self._shared = True
-        with self._opened.lock:
-            for file in self._opened.files.values():
+        with self._lock:
+            for file in self._opened.values():
                 file.share()
 
     def close(self) -> None:
-        self._opened.close()
+        """Close what is not in use; the last user of a file closes it."""
+        with self._lock:
+            directory, self._directory = self._directory, -1
+            if directory < 0:
+                return
+            os.close(directory)
+            for file in self._opened.values():
+                if not file.users:
+                    file.close()
+            self._opened.clear()
+
+    def __del__(self) -> None:
+        if self._directory >= 0:  # the caller has forgotten to
+            self.close()
 
     @contextlib.contextmanager
     def _file(self, name: str) -> Iterator[LocalFile]:
         """Return a file that stays open within the context."""
-        opened = self._opened
-        with opened.lock:
-            if opened.closed:
+        with self._lock:
+            if self._directory < 0:
                 raise LoadError(f"{os.path.join(self._root, name)} was closed before it was read")
-            file = opened.files.pop(name, None)
+            file = self._opened.pop(name, None)
             if file is None:
-                opened.make_room()
+                self._make_room()
                 file = self._open_file(name)
-            opened.files[name] = file  # the last
+            self._opened[name] = file  # the last
             file.users += 1
         try:
             yield file
         finally:
-            opened.let_go(file)
+            with self._lock:
+                file.users -= 1
+                if self._directory < 0 and not file.users:
+                    file.close()
+
+    def _make_room(self) -> None:
+        """Close the files that were not used for longest, so that one more may be opened."""
+        surplus = len(self._opened) + 1 - _MOST_OPEN
+        if surplus > 0:
+            for name in [name for name, file in self._opened.items() if not file.users][:surplus]:
+                self._opened.pop(name).close()
 
     def _open_ahead(self) -> None:
         """Open all files if they are few, so that they can be read even after they were replaced."""
@@ -472,7 +460,7 @@ class LocalSource(Source):
             return
         for name in self._sizes:
             with contextlib.suppress(LoadError):  # reported when it is read, if it ever is
-                file = self._opened.files[name] = self._open_file(name)
+                file = self._opened[name] = self._open_file(name)
                 self._sizes[name] = file.nbytes
 
     def _open_file(self, name: str) -> LocalFile:
@@ -480,7 +468,7 @@ class LocalSource(Source):
         if os.path.isabs(name) or ".." in name.split(os.sep):
             raise self._leads_out(name)
         try:
-            file = LocalFile(name, path, self._opened.directory, direct_io=self._direct_io)
+            file = LocalFile(name, path, self._directory, direct_io=self._direct_io)
         except FileNotFoundError as exc:
             raise CorruptCheckpointError(
                 f"{path} is missing, or was removed or replaced while it was read; use another checkpoint"
@@ -493,7 +481,7 @@ class LocalSource(Source):
             raise LoadError(f"can't open {path}: {exc}") from exc
         if self._shared:
             file.share()
-        if not self._is_file and not is_inside(file.real_path, homes_of(self._opened.directory, self._root)):
+        if not self._is_file and not is_inside(file.real_path, homes_of(self._directory, self._root)):
             file.close()
             raise self._leads_out(name)
         return file

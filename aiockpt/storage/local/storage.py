@@ -218,11 +218,6 @@ class LocalStorage(LocalDirectories, SharedStorage):
         await workers.run(_hold_alone, made, path)
         return ResumableTransaction(self._policy, path, hidden, workers, made, made.identity, _overwrite=True)
 
-    def append_to(self, path: str, *, workers: Workers) -> SharedTransaction:
-        """Add files to an existing directory, which the caller publishes by other means."""
-        path = self.resolve(path)
-        return JoinedTransaction(self._policy, path, path, workers)
-
     async def delete(self, path: str, *, workers: Workers) -> None:
         """Rename a checkpoint to a temporary name, durably, and remove it."""
         path = self.resolve(path)
@@ -257,7 +252,7 @@ def _ask(hidden: str, path: str, held: Hold) -> None:
 def _beside(path: str, ticket: str) -> str:
     """Return the temporary directory of a ticket; WriteError if it is no ticket."""
     above, name = os.path.split(ticket)
-    if above not in ("", "..") or not name.startswith(".") or name == "..":
+    if above not in ("", "..", os.path.basename(path)) or not name.startswith(".") or name == "..":
         raise WriteError(f"{ticket!r} is no ticket of an unfinished checkpoint")
     return os.path.normpath(os.path.join(os.path.dirname(path), ticket))
 

@@ -35,7 +35,7 @@ from aiockpt.errors import CommitError
 from aiockpt.format.names import HIDDEN
 from aiockpt.storage.local.belonging import remove
 from aiockpt.storage.local.entries import read_regular
-from aiockpt.storage.local.retries import NotSyncedError, fault_of
+from aiockpt.storage.local.retries import NotSyncedError, fault_of, sync_fd
 from aiockpt.storage.syscalls import identity, rename_noreplace
 
 _LETTERS = "bcdfghjklmnpqrstvwxz"
@@ -413,12 +413,15 @@ def sizes_in(path: str) -> dict[str, int]:
     return sizes
 
 
-def write_sidecar(path: str, data: bytes) -> None:
-    """Write a sidecar file, which need not be durable."""
+def write_new(path: str, data: bytes, *, fsync: bool) -> None:
+    """Write a file that is not there yet, such as a sidecar file."""
     # O_EXCL and O_NOFOLLOW: in a shared directory, another user may have made a link of this name.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, _FILE_MODE)
     with open(fd, "wb") as file:
         file.write(data)
+        file.flush()
+        if fsync:
+            sync_fd(fd)
 
 
 def read_sidecar(path: str) -> bytes | None:

@@ -31,7 +31,7 @@ from aiockpt.storage.local.entries import open_regular
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
 from aiockpt.storage.local.retries import Repeater, sync_fd
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, write_small
-from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, spelled, sweep, write_sidecar
+from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, spelled, sweep, write_new
 from aiockpt.storage.syscalls import Identity, identity
 
 if TYPE_CHECKING:
@@ -77,10 +77,13 @@ class LocalTransaction(SharedTransaction):
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
         await self._make_folders(name)
-        sink = LocalSink(self._new_file(name), nbytes)
+        sink = self._sink(name, nbytes)
         self._sinks.append(sink)
         await sink.open(direct=self._policy.direct_io)
         return sink
+
+    def _sink(self, name: str, nbytes: int | None) -> LocalSink:
+        return LocalSink(self._new_file(name), nbytes)
 
     async def open_folder(self) -> str:
         """Mark the directory, so that all that is in it is removed with it, and return its path."""
@@ -339,16 +342,14 @@ class ResumableTransaction(LocalTransaction):
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
         await self._forget(name)  # a document may be there of an earlier attempt
-        return _MarkingSink(self, name, nbytes or 0, await super().create(name, nbytes))
+        return await super().create(name, nbytes)
+
+    def _sink(self, name: str, nbytes: int | None) -> LocalSink:
+        return _MarkingSink(self._new_file(name), nbytes, self._mark_of(name))
 
     def _mark_of(self, name: str) -> str:
         """Return the path of the sidecar file that says of a file that it is whole."""
         return f"{self._hidden}-{spelled(f'whole-{crc32(os.fsencode(name)):08x}')}"
-
-    async def mark(self, name: str, nbytes: int) -> None:
-        """Note that a file is whole."""
-        with errors(WriteError, f"write a sidecar file beside {self._path}"):
-            await self._workers.run(write_sidecar, self._mark_of(name), _text_of(nbytes))
 
     async def whole_files(self) -> Mapping[str, int]:
         whole: dict[str, int] = {}
@@ -391,16 +392,15 @@ class ResumableTransaction(LocalTransaction):
         await super()._abort()
 
 
-class _MarkingSink(FileSink):
-    def __init__(self, transaction: ResumableTransaction, name: str, nbytes: int, inner: FileSink) -> None:
-        self._transaction, self._name, self._nbytes, self._inner = transaction, name, nbytes, inner
-
-    async def write(self, view: memoryview, free: Callable[[], object] = lambda: None) -> None:
-        await self._inner.write(view, free)
+class _MarkingSink(LocalSink):
+    def __init__(self, file: NewFile, nbytes: int | None, mark: str) -> None:
+        super().__init__(file, nbytes)
+        self._mark, self._text = mark, _text_of(nbytes or 0)
 
     async def finish(self) -> None:
-        await self._inner.finish()
-        await self._transaction.mark(self._name, self._nbytes)
+        await super().finish()
+        with errors(WriteError, f"write a sidecar file of {self.path}"):
+            await self._workers.run(partial(write_new, self._mark, self._text, fsync=False))
 
 
 def _text_of(nbytes: int) -> bytes:

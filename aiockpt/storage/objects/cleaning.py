@@ -43,13 +43,8 @@ def decide(state: str, age_s: float, owners: Liveness, *, is_old: bool, grace_s:
     (none)    a process has gone on writing after the removal               remove, if it is dead
     ========  ============================================================  ==========================================
 
-    Args:
-        state: the first word of the state.
-        age_s: since when it has that state, in seconds.
-        owners: whether its processes live.
-        is_old: it is so old that processes of which nothing is known count as dead.
-        grace_s: how long readers may go on with what was replaced, in seconds.
-        in_flight_s: after how many seconds no request of a dead process arrives.
+    ``state`` is the first word of the state, which it has for ``age_s`` seconds. If ``is_old``, processes of which
+    nothing is known count as dead. After ``in_flight_s`` seconds no request of a dead process arrives.
     """
     is_left = owners == "dead" or (owners == "unknown" and is_old)
     if state == "open":

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from aiockpt.format.names import METADATA_NAME
 from aiockpt.storage.objects.cleaning import ticket_of
-from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts
-from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Commit, original
+from aiockpt.storage.objects.client import ConditionError, ObjectFacts
+from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Commit
 from aiockpt.storage.objects.lease import LEASE_NAME
 from aiockpt.storage.remote import RemoteListing, put_into
 
@@ -16,15 +15,13 @@ if TYPE_CHECKING:
     from aiockpt.storage.base import LookBudget, Seen, Stamp
     from aiockpt.storage.objects.records import ObjectRecords
 
-_WHOLE_BYTES = 64 << 20  # of a document that is read at once
-
 
 class ObjectListing(RemoteListing):
     """A checkpoint, or what is below a path."""
 
-    def __init__(self, storage: ObjectRecords, documents: Documents, path: str, budget: LookBudget) -> None:
+    def __init__(self, storage: ObjectRecords, path: str, budget: LookBudget) -> None:
         super().__init__(path, budget)
-        self.storage, self._kept = storage, documents
+        self.storage = storage
         self.keys: dict[str, tuple[str, Stamp | None]] = {}  # of the files; and a stamp, if an object may be replaced
         self.documents: dict[str, tuple[Commit, str]] = {}  # the other files, and their names there
         # A run is looked at again and again. It was no checkpoint the last time, and the list says if it is one now.
@@ -114,37 +111,5 @@ class ObjectListing(RemoteListing):
         commit, own = self.documents[name]
         at = 0
         for offset, length in runs:
-            at += put_into(view[at:], self._kept.bytes_of(commit, own, offset, length), seen)
+            at += put_into(view[at:], self.storage.documents.bytes_of(commit, own, offset, length), seen)
         return at
-
-
-class Documents:
-    """The documents in commit objects. Those that were read are kept with the commit."""
-
-    def __init__(self, objects: ObjectClient) -> None:
-        self._objects = objects
-        self._read: dict[tuple[str, Stamp, str], bytes] = {}
-
-    def bytes_of(self, commit: Commit, name: str, offset: int, length: int) -> bytes:
-        """Return bytes of a document; raise OSError, FileNotFoundError if the checkpoint was replaced."""
-        at, stored, nbytes = commit.documents[name]
-        is_moved = name == METADATA_NAME  # its bytes are not those that are stored
-        if not is_moved and (stored > _WHOLE_BYTES or (at + offset >= commit.size - len(commit.tail))):
-            return self._fetch(commit, at + offset, min(length, nbytes - offset))
-        key = commit.key, commit.stamp, name
-        if key not in self._read:
-            data = self._fetch(commit, at, stored)
-            folder = commit.token.removeprefix(commit.key.removesuffix(COMMIT_NAME))
-            self._read = {key: original(data, folder) if is_moved else data}  # of one document at a time
-        return self._read[key][offset : offset + length]
-
-    def _fetch(self, commit: Commit, begin: int, length: int) -> bytes:
-        known = begin - (commit.size - len(commit.tail))
-        if known >= 0:
-            return commit.tail[known : known + length]
-        data = bytearray(length)
-        try:
-            count = self._objects.read(commit.key, [(begin, length)], memoryview(data), None, commit.stamp)
-        except ConditionError as exc:
-            raise FileNotFoundError(f"{commit.key} was replaced") from exc
-        return bytes(data[:count])

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 from aiockpt.errors import AiockptError, CheckpointExistsError, DeleteError, SaveError
 from aiockpt.format.layouts import recognise_file
+from aiockpt.format.names import METADATA_NAME
 from aiockpt.storage.base import RunLease, SharedStorage, Stamp, Traits
 from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.storage.objects import cleaning
@@ -32,6 +33,7 @@ from aiockpt.storage.objects.commit import (
     decode_tomb,
     encode_tomb,
     facts_bytes,
+    original,
 )
 from aiockpt.storage.objects.lease import LEASE_NAME, ObjectLease
 
@@ -41,6 +43,7 @@ _given_up: set[str] = set()  # tokens of this process, as URLs
 _left: dict[str, _LeftTomb] = {}  # by the URL of the commit object
 _ATTEMPTS = 8  # of a claim
 _PAUSE_S = 0.05
+_WHOLE_BYTES = 64 << 20  # of a document that is read at once
 _MOST_PAUSE_S = 1.0
 
 
@@ -60,8 +63,49 @@ class _LeftTomb:
         return time.monotonic() < self.sent_s + cleaning.IN_FLIGHT_S
 
 
+class Documents:
+    """The documents in commit objects. Those that were read are kept with the commit."""
+
+    def __init__(self, objects: ObjectClient) -> None:
+        self._objects = objects
+        self._read: dict[tuple[str, Stamp, str], bytes] = {}
+
+    def bytes_of(self, commit: Commit, name: str, offset: int, length: int) -> bytes:
+        """Return bytes of a document; raise OSError, FileNotFoundError if the checkpoint was replaced."""
+        at, stored, nbytes = commit.documents[name]
+        is_moved = name == METADATA_NAME  # its bytes are not those that are stored
+        if not is_moved and (stored > _WHOLE_BYTES or (at + offset >= commit.size - len(commit.tail))):
+            return self._fetch(commit, at + offset, min(length, nbytes - offset))
+        key = commit.key, commit.stamp, name
+        if key not in self._read:
+            data = self._fetch(commit, at, stored)
+            folder = commit.token.removeprefix(commit.key.removesuffix(COMMIT_NAME))
+            self._read = {key: original(data, folder) if is_moved else data}  # of one document at a time
+        return self._read[key][offset : offset + length]
+
+    def _fetch(self, commit: Commit, begin: int, length: int) -> bytes:
+        known = begin - (commit.size - len(commit.tail))
+        if known >= 0:
+            return commit.tail[known : known + length]
+        data = bytearray(length)
+        try:
+            count = self._objects.read(commit.key, [(begin, length)], memoryview(data), None, commit.stamp)
+        except ConditionError as exc:
+            raise FileNotFoundError(f"{commit.key} was replaced") from exc
+        return bytes(data[:count])
+
+
 class ObjectRecords(SharedStorage):
-    """The commits of all paths, and the requests that change them; the lower half of `ObjectStorage`."""
+    """The commits of all paths, and the requests that change them; the lower half of `ObjectStorage`.
+
+    Args:
+        root: of the URLs, such as ``s3://bucket``.
+        objects: the requests.
+        grace_s: how long a checkpoint that was replaced or deleted can still be read by those that have it open, in
+            seconds. After that the next save to its path, or `clean`, removes it.
+        conditions: "on": a store that ignores conditions is refused. "off": it is used without them, so only one
+            process at a time may write to a path, or delete.
+    """
 
     def __init__(self, root: str, objects: ObjectClient, *, grace_s: float = 600.0, conditions: str = "on") -> None:
         if conditions not in ("on", "off"):
@@ -70,6 +114,7 @@ class ObjectRecords(SharedStorage):
             raise ValueError(f"grace_s is {grace_s!r}; it must be a number of seconds, at least 0")
         self._root, self._grace_s, self._conditions = root, grace_s, conditions
         self.objects = objects
+        self.documents = Documents(objects)
         self._is_checked = conditions == "off"
         self._free: dict[str, None] = {}  # paths above others that are no checkpoints
         self.last_folder = ""  # the path that was looked at last that has folders, and is no checkpoint
@@ -151,14 +196,8 @@ class ObjectRecords(SharedStorage):
     def free_for(self, path: str, *, overwrite: bool, own: str) -> tuple[Commit | None, bool]:
         """Remove what is left at a path; return what a save replaces, or raise CheckpointExistsError if it may not.
 
-        Args:
-            path: where the save goes.
-            overwrite: what is there may be replaced.
-            own: the token of the save, whose objects may be there already.
-
-        Returns:
-            The commit that is there, and whether there is an object of this very name. The latter costs a request, so
-            it is known only of the first paths beside each other that this process saves to.
+        ``own`` is the token of the save, whose objects may be there already. Also return whether there is an object of
+        this very name: that costs a request, so it is known only of the first paths beside each other.
         """
         key = self.key(path)
         if not key:

@@ -13,10 +13,10 @@ from aiockpt.storage.base import LeaseFacts, LookBudget, SharedTransaction, Sour
 from aiockpt.storage.faults import errors
 from aiockpt.storage.local.temp_dir import copy_ticket, new_ticket
 from aiockpt.storage.objects.cleaning import holders, liveness_of, split_token, ticket_of, token_name
-from aiockpt.storage.objects.client import ConditionError, ObjectClient
+from aiockpt.storage.objects.client import ConditionError
 from aiockpt.storage.objects.commit import COMMIT_NAME, with_token
 from aiockpt.storage.objects.lease import owner_of
-from aiockpt.storage.objects.reading import Documents, ObjectListing
+from aiockpt.storage.objects.reading import ObjectListing
 from aiockpt.storage.objects.records import ObjectRecords
 from aiockpt.storage.objects.transaction import ObjectTransaction, entered
 from aiockpt.storage.remote import open_remote
@@ -26,20 +26,7 @@ if TYPE_CHECKING:
 
 
 class ObjectStorage(ObjectRecords):
-    """Keeps checkpoints in an object store. Its paths are URLs.
-
-    Args:
-        root: of the URLs, such as ``s3://bucket``.
-        objects: the requests.
-        grace_s: how long a checkpoint that was replaced or deleted can still be read by those that have it open, in
-            seconds. After that the next save to its path, or `clean`, removes it.
-        conditions: "on": a store that ignores conditions is refused. "off": it is used without them, so only one
-            process at a time may write to a path, or delete.
-    """
-
-    def __init__(self, root: str, objects: ObjectClient, *, grace_s: float = 600.0, conditions: str = "on") -> None:
-        super().__init__(root, objects, grace_s=grace_s, conditions=conditions)
-        self._documents = Documents(objects)
+    """Keeps checkpoints in an object store. Its paths are URLs."""
 
     # --- checkpoints ----------------------------------------------------------------------------------------
 
@@ -86,9 +73,7 @@ class ObjectStorage(ObjectRecords):
         return await self.take_over(path, ticket, overwrite=True, workers=workers, stamp=None)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        return await open_remote(
-            lambda path: ObjectListing(self, self._documents, path, LookBudget()), self.resolve(path), workers
-        )
+        return await open_remote(self.look, self.resolve(path), workers)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
         path = self.resolve(path)
@@ -119,7 +104,7 @@ class ObjectStorage(ObjectRecords):
     # --- directories ------------------------------------------------------------------------------------------
 
     def look(self, path: str, budget: LookBudget | None = None) -> ObjectListing:
-        return ObjectListing(self, self._documents, path, budget or LookBudget())
+        return ObjectListing(self, path, budget or LookBudget())
 
     def stamps(self, directory: str, count: int) -> Mapping[str, Stamp]:
         # A list takes a request for 1,000 keys, a look one for a checkpoint: no more than a tenth of those.

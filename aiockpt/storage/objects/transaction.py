@@ -30,7 +30,7 @@ from aiockpt.storage.objects import cleaning
 from aiockpt.storage.objects.cleaning import token_name
 from aiockpt.storage.objects.client import REFUSALS, ConditionError, NotSentError, ObjectSink
 from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Claim, Commit, Tomb, encode_commit
-from aiockpt.storage.objects.reading import Documents, ObjectListing
+from aiockpt.storage.objects.reading import ObjectListing
 from aiockpt.storage.objects.records import is_taken
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class ObjectTransaction(SharedTransaction):
 
         def look() -> Mapping[str, str]:
             its = self._storage.resolve(path)
-            with ObjectListing(self._storage, Documents(self._objects), its, LookBudget()) as listing:
+            with ObjectListing(self._storage, its, LookBudget()) as listing:
                 manifest = listing.fetch(MANIFEST_NAME, 0, listing.files.get(MANIFEST_NAME, 0))
                 known = facts_in(decode_head(manifest) or {}) or {}
                 return {name: listing.keys[name][0] for name, (_, facts) in files.items() if known.get(name) == facts}

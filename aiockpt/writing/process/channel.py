@@ -22,6 +22,8 @@ _RECEIVE_BYTES = 1 << 20
 class Channel:
     """One end of a stream socket. A sent message is in the kernel, which delivers it even if the sender dies."""
 
+    # No stream of asyncio: after the sender's death that raises an error before it returns all that has come.
+
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._socket = end

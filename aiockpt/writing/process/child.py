@@ -57,6 +57,7 @@ class ChildSave:
     """Writes and commits one save."""
 
     _storage: SharedStorage  # since `run`
+    _inputs: CommitInputs  # once all is staged
 
     def __init__(
         self, begin: Begin, images: Sequence[FileImage], shared: SharedState, previous: ChildSave | None
@@ -68,7 +69,6 @@ class ChildSave:
         self._previous = previous
         self._scope = anyio.CancelScope()
         self._transaction: SharedTransaction | None = None
-        self._inputs: CommitInputs | None = None  # once all is staged
         self._all_staged = anyio.Event()
         self._may_publish = anyio.Event()  # with several ranks: rank 0 has
         self._done = anyio.Event()
@@ -85,7 +85,7 @@ class ChildSave:
             case messages.Staged():
                 self._inputs = message.inputs
                 self._all_staged.set()
-            case messages.Publish() | messages.Finish():
+            case messages.Finish():
                 self._may_publish.set()
             case messages.Cancel():
                 self._scope.cancel()
@@ -93,7 +93,7 @@ class ChildSave:
     def on_trainer_end(self) -> None:
         """Complete the save without the trainer if it was staged, and no other rank takes part; else cancel it."""
         # A pre_commit hook is the trainer's: without its consent nothing is published.
-        needs_trainer = self._inputs is None or self._inputs.waits or self._begin.joins
+        needs_trainer = not self._all_staged.is_set() or self._inputs.waits or self._begin.joins
         if needs_trainer and not self._may_publish.is_set():
             self._scope.cancel()
         self._may_publish.set()
@@ -126,8 +126,12 @@ class ChildSave:
         except BaseException as exc:  # the trainer raises it
             error = as_save_error(exc)
         if error is not None:
-            with anyio.CancelScope(shield=True):
-                await self._clean_up(error)
+            if self._transaction is not None:
+                try:
+                    with anyio.CancelScope(shield=True):
+                        await self._transaction.abort()
+                except AiockptError as exc:
+                    error.add_note(str(exc))
             self._shared.post(messages.Failed(self.number, dump_error(error)))
         if self._previous is not None:  # keep the commit order: the next save waits for this one only
             await self._previous._done.wait()
@@ -153,8 +157,6 @@ class ChildSave:
                 self._write(writer, number, chunk)
             self._early_chunks.clear()
         await self._all_staged.wait()
-        if self._inputs is None:
-            raise RuntimeError("a save goes on before it is staged")
         if begin.joins:
             await self._finish_part(writer)
         else:
@@ -201,23 +203,13 @@ class ChildSave:
         pid = os.getpid()
         return [span._replace(pid=pid) for span in self._spans]
 
-    async def _clean_up(self, error: BaseException) -> None:
-        """Remove what this process has written."""
-        transaction, self._transaction = self._transaction, None
-        if transaction is None:
-            return
-        try:
-            await transaction.abort()
-        except AiockptError as exc:
-            error.add_note(str(exc))
-
 
 # --- the process ----------------------------------------------------------------------------------
 
 
 _SEAL_NICE = 10
 _DRAIN_S = 0.01
-_POLL_PARENT_S = 0.5
+_POLL_PARENT_S = 0.25
 # Numbers of ioprio_set(2), for which neither Python nor the C library has a function.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 _IOPRIO_WHO_PROCESS = 1
@@ -244,7 +236,9 @@ class _Child:
         self._last: ChildSave | None = None
 
     async def serve(self) -> None:
-        async with watch_parent(self._trainer_pid) as dead, anyio.create_task_group() as tasks:
+        dead = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch_trainer, dead)
             tasks.start_soon(self._channel.pump)
             async for hello in self._messages(dead):
                 await self._run_saves(hello, dead)
@@ -253,6 +247,12 @@ class _Child:
                 with contextlib.suppress(OSError):
                     await self._channel.flush()
             tasks.cancel_scope.cancel()
+
+    async def _watch_trainer(self, dead: anyio.Event) -> None:
+        """Set an event when the trainer has ended. The socket may stay open: a process that it has forked holds it."""
+        while os.getppid() == self._trainer_pid:  # noqa: ASYNC110 - there is no event for it on every kernel
+            await anyio.sleep(_POLL_PARENT_S)
+        dead.set()
 
     async def _run_saves(self, hello: Hello, dead: anyio.Event) -> None:
         _lower_priority(hello)
@@ -294,7 +294,7 @@ class _Child:
     def _handle(self, message: FromTrainer, shared: SharedState, tasks: TaskGroup) -> None:
         if isinstance(message, Begin):
             if message.images is not None:  # a save that needs others than those that came last brings them
-                shared.images = [image.unpack() for image in message.images]
+                shared.images = list(map(messages.unpack, message.images))
             previous = None if message.again else self._last
             save = ChildSave(message, shared.images, shared, previous)
             self._saves[message.save] = save
@@ -325,47 +325,6 @@ async def _until(condition: Callable[[], Awaitable[object]]) -> AsyncIterator[No
         tasks.start_soon(watch)
         yield
         tasks.cancel_scope.cancel()
-
-
-@contextlib.asynccontextmanager
-async def watch_parent(pid: int) -> AsyncIterator[anyio.Event]:
-    """Yield an event that is set when the parent process, with this pid, has ended.
-
-    The end of the socket is no sure sign: a process forked by the trainer may hold it open.
-    """
-    dead = anyio.Event()
-    loop = asyncio.get_running_loop()
-    try:
-        fd = os.pidfd_open(pid)
-    except (OSError, AttributeError):  # dead already, or not permitted in this container
-        fd = -1
-    if os.getppid() != pid:  # asked after pidfd_open: if the parent had died before, the pid may be another process's
-        dead.set()
-
-    def on_end() -> None:
-        loop.remove_reader(fd)  # it stays readable
-        dead.set()
-
-    if fd >= 0:
-        loop.add_reader(fd, on_end)
-    try:
-        async with anyio.create_task_group() as tasks:
-            if fd < 0:
-                tasks.start_soon(_poll_parent, pid, dead)
-            try:
-                yield dead
-            finally:
-                tasks.cancel_scope.cancel()
-    finally:
-        if fd >= 0:
-            loop.remove_reader(fd)
-            os.close(fd)
-
-
-async def _poll_parent(pid: int, dead: anyio.Event) -> None:
-    while os.getppid() == pid:  # noqa: ASYNC110 - without a pidfd there is no event for it
-        await anyio.sleep(_POLL_PARENT_S)
-    dead.set()
 
 
 class _LogForwarder(logging.Handler):

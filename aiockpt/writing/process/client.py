@@ -45,8 +45,6 @@ class RemoteWriter(ChunkWriter):
         self._count = count  # of the bytes that a file has taken
         self._workers = workers  # for cleaning up
         self._number = order.save
-        self._may_begin = anyio.Event()
-        self._joined: str | None = None
         self._begun = anyio.Event()
         self._connection: WriterConnection | None = None
         self._release_chunk: dict[int, Callable[[], None]] = {}
@@ -61,8 +59,13 @@ class RemoteWriter(ChunkWriter):
 
     # --- messages from the process -----------------------------------------------------------------
 
-    def on_message(self, message: FromWriter) -> None:
+    def on_message(self, message: FromWriter | WriteError) -> None:
+        """Handle a message, or the death of the process: what it has left is removed later."""
         match message:
+            case WriteError():
+                self._error = WriteError(str(message))  # an own one, since each save adds notes
+                self._must_clean_up = True
+                self._end()
             case messages.ChunkWritten():
                 self._release_chunk.pop(message.chunk)()
                 self._count(message.nbytes)
@@ -79,12 +82,6 @@ class RemoteWriter(ChunkWriter):
             case messages.Failed():
                 self._error = load_error(message.error)
                 self._end()
-
-    def on_process_death(self, error: WriteError) -> None:
-        """Fail the save; what the process has left is removed later."""
-        self._error = WriteError(str(error))  # an own one, since each save adds notes
-        self._must_clean_up = True
-        self._end()
 
     def _end(self) -> None:
         self._ended.set()
@@ -103,7 +100,6 @@ class RemoteWriter(ChunkWriter):
 
     async def _run(self) -> None:
         try:
-            await self._begin()
             await self._files_written.wait()
             if self._written is None:
                 await self._outcome()
@@ -112,23 +108,17 @@ class RemoteWriter(ChunkWriter):
                 await self.abandon()
             raise
 
-    def begin(self, joined: str | None) -> None:
+    async def begin(self, joined: str | None) -> None:
         """Begin the save in the process: join a transaction of rank 0 by its ticket, or begin one if it is None."""
-        self._joined = joined
-        self._may_begin.set()
-
-    async def _begin(self) -> None:
-        await self._may_begin.wait()
-        order, joined = self._order, self._joined
-        self._ticket = shared_storage(self._storage).new_ticket(order.path) if joined is None else None
+        order, joins = self._order, joined is not None
+        self._ticket = None if joins else shared_storage(self._storage).new_ticket(order.path)
         connection = await self._host.connect()
         images = await self._host.images_for(connection, self._layout)
         # No await from here until the message is queued: the next save's message, which refers to these images, must
         # not overtake it.
-        connection.register(self._number, self)
+        connection.register(self._number, self.on_message)
         self._connection = connection
-        ticket, joins = joined or self._ticket, joined is not None
-        await connection.send(replace(order, images=images, ticket=ticket, joins=joins))
+        await connection.send(replace(order, images=images, ticket=joined or self._ticket, joins=joins))
         self._begun.set()
 
     async def _connected(self) -> WriterConnection:
@@ -167,7 +157,7 @@ class RemoteWriter(ChunkWriter):
     async def commit(self) -> dict[str, int]:
         """Have the process write the documents and publish the checkpoint."""
         connection = await self._connected()
-        await connection.send(messages.Publish(self._number))
+        await connection.send(messages.Finish(self._number))
         try:
             return await self._outcome()
         except WriteError:

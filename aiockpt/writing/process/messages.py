@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import AiockptError, SaveError, unwrapped
 from aiockpt.planning.layout import FileImage, Slot
-from aiockpt.planning.parts import PartImage
 
 if TYPE_CHECKING:
     from aiockpt.core.spans import Span
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
-    from aiockpt.format.item.ziparchive import Framing
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.planning.ranges import StoredStream
     from aiockpt.writing.file_writer import CommitInputs
 
 # --- errors -------------------------------------------------------------------------------------------
@@ -56,63 +52,29 @@ def load_error(chain: Sequence[BaseException]) -> BaseException:
 
 def _picklable(error: BaseException) -> BaseException:
     """Return a copy without cause and traceback; if it can't be pickled, a plain error with the same text."""
-    notes = list(getattr(error, "__notes__", ()))
     try:  # both ways: many classes can be pickled, but not unpickled, since their __init__ has other arguments
         copy: BaseException = pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its class does
-        kind = SaveError if isinstance(error, AiockptError) else RuntimeError
-        copy = kind(str(error) if isinstance(error, AiockptError) else f"{type(error).__name__}: {error}")
-    if not hasattr(copy, "__notes__"):
-        for note in notes:
-            copy.add_note(note)
+        is_own = isinstance(error, AiockptError)
+        copy = SaveError(str(error)) if is_own else RuntimeError(f"{type(error).__name__}: {error}")
+    for note in () if hasattr(copy, "__notes__") else getattr(error, "__notes__", ()):
+        copy.add_note(note)
     return copy
 
 
-class PackedImage(NamedTuple):
-    """A file image in a few columns, which pickle fast: there may be a slot for each of 100,000 tensors."""
+PackedImage = tuple[FileImage, Sequence[Sequence[Any]]]
+"""A file image without slots, and their columns, which pickle fast: there may be a slot for each of 100,000 tensors."""
 
-    name: str
-    head_bytes: int
-    nbytes: int
-    framings: list[Framing]
-    leaves: array[int]
-    offsets: array[int]
-    framing_of: array[int]
-    tail: bytes = b""
-    crc_at: Sequence[tuple[int, int]] = ()
-    file_bytes: int = 0  # of a file that others write too
-    streams: Sequence[StoredStream] | None = None  # of a part of such a file: where each slot belongs
 
-    @classmethod
-    def of(cls, image: FileImage) -> PackedImage:
-        """Pack an image. Slow for many tensors."""
-        numbers: dict[int, int] = {}  # by the identity of the framing, which all slots of one form share
-        framings: list[Framing] = []
-        columns = array("q"), array("q"), array("q")
-        leaves, offsets, framing_of = columns
-        for slot in image.slots:
-            number = numbers.setdefault(id(slot.framing), len(framings))
-            if number == len(framings):
-                framings.append(slot.framing)
-            leaves.append(slot.leaf)
-            offsets.append(slot.offset)
-            framing_of.append(number)
-        packed = cls(image.name, image.head_bytes, image.nbytes, framings, *columns, image.tail, image.crc_at)
-        if isinstance(image, PartImage):
-            return packed._replace(file_bytes=image.file_bytes, streams=image.streams)
-        return packed
+def pack(image: FileImage) -> PackedImage:
+    """Pack an image. Slow for many tensors."""
+    return replace(image, slots=()), list(zip(*image.slots, strict=True))
 
-    def unpack(self) -> FileImage:
-        slots: list[Slot] = []
-        for leaf, offset, number in zip(self.leaves, self.offsets, self.framing_of, strict=True):
-            framing = self.framings[number]
-            begin = offset + len(framing.prefix)
-            slots.append(Slot(leaf, offset, framing, begin, begin + framing.nbytes))
-        ends = [slot.payload_end + len(slot.framing.suffix) for slot in slots]
-        if self.streams is not None:
-            image = self.name, self.head_bytes, slots, self.nbytes, ends
-            return PartImage(*image, file_bytes=self.file_bytes, streams=self.streams)
-        return FileImage(self.name, self.head_bytes, slots, self.nbytes, ends, self.tail, self.crc_at)
+
+def unpack(packed: PackedImage) -> FileImage:
+    """Return the image that was packed."""
+    image, columns = packed
+    return replace(image, slots=list(map(Slot._make, zip(*columns, strict=True))))
 
 
 # --- from the trainer ----------------------------------------------------------------------------------
@@ -170,12 +132,8 @@ class _Request:
     save: int
 
 
-class Publish(_Request):
-    """Publish the checkpoint."""
-
-
 class Finish(_Request):
-    """End a save: rank 0 has published it."""
+    """Publish the checkpoint of this process; or end the part of this rank, as rank 0 has published it."""
 
 
 class Cancel(_Request):
@@ -244,6 +202,6 @@ class Log:
     text: str
 
 
-FromTrainer = Begin | ChunkFilled | Staged | Publish | Finish | Cancel
+FromTrainer = Begin | ChunkFilled | Staged | Finish | Cancel
 FromWriter = Began | ChunkWritten | FilesWritten | Published | Failed
 Message = Hello | FromTrainer | Ready | Log | FromWriter

@@ -15,8 +15,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -24,7 +24,7 @@ from aiockpt.core.machine import python_program
 from aiockpt.core.threads import DaemonThreads, Workers
 from aiockpt.errors import WriteError, unwrapped
 from aiockpt.writing.process.channel import Channel
-from aiockpt.writing.process.messages import Hello, Log, Message, PackedImage, Ready
+from aiockpt.writing.process.messages import Hello, Log, Message, PackedImage, Ready, pack
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from aiockpt.options import ProcessWriter
     from aiockpt.planning.planner import Layout
     from aiockpt.writing.process.messages import FromWriter
+
+    OnMessage = Callable[[FromWriter | WriteError], None]
 
 _START_S = 120.0
 _END_S = 30.0
@@ -159,23 +161,13 @@ def _absolute(path: str) -> str:
 # --- the connection ------------------------------------------------------------------------------------
 
 
-class SaveInProcess(Protocol):
-    """A save whose bytes a writer process writes."""
-
-    def on_message(self, message: FromWriter) -> None:
-        """Handle a message about it."""
-
-    def on_process_death(self, error: WriteError) -> None:
-        """Fail, as the process has died."""
-
-
 class WriterConnection:
     """Sends messages to one writer process, dispatches its messages to saves, and notices its death."""
 
     def __init__(self, process: WriterProcess, hello: Hello) -> None:
         self._process = process
         self._channel = Channel(process.end)
-        self._saves: dict[int, SaveInProcess] = {}
+        self._saves: dict[int, OnMessage] = {}
         self._waiter = DaemonThreads(1, f"aiockpt-writer-{process.pid}")
         self._ready = anyio.Event()
         self._received_all = anyio.Event()
@@ -188,11 +180,11 @@ class WriterConnection:
     def __repr__(self) -> str:
         return f"<writer process {self._process.pid}, {len(self._saves)} saves>"
 
-    def register(self, number: int, save: SaveInProcess) -> None:
-        """Dispatch messages about a save to it; raise WriteError if the process has died."""
+    def register(self, number: int, on_message: OnMessage) -> None:
+        """Pass on messages about a save, and a WriteError if the process dies; raise it if it has died."""
         if self._error is not None:
             raise self._error
-        self._saves[number] = save
+        self._saves[number] = on_message
 
     def unregister(self, number: int) -> None:
         """Drop later messages about a save."""
@@ -266,8 +258,8 @@ class WriterConnection:
         )
         self._process.close()
         saves, self._saves = self._saves, {}  # each unregisters itself when it is notified
-        for save in saves.values():
-            save.on_process_death(self._error)
+        for on_message in saves.values():
+            on_message(self._error)
         self._closed.set()
 
     async def _expect_ready(self) -> None:
@@ -286,7 +278,7 @@ class WriterConnection:
                 elif isinstance(message, Log):
                     logger.log(message.level, "writer process %d: %s", self._process.pid, message.text)
                 elif message.save in self._saves:
-                    self._saves[message.save].on_message(message)
+                    self._saves[message.save](message)
         self._ready.set()
         self._received_all.set()
 
@@ -339,7 +331,7 @@ class WriterHost:
     async def images_for(self, connection: WriterConnection, layout: Layout) -> Sequence[PackedImage] | None:
         """Return a layout's images; None if the process was sent these last."""
         if layout is not self._layout:
-            self._images = await self._worker.run(lambda: [PackedImage.of(image) for image in layout.images])
+            self._images = await self._worker.run(lambda: list(map(pack, layout.images)))
             self._layout = layout
         known, connection.layout = connection.layout, layout
         return None if known is layout else self._images
