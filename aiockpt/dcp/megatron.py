@@ -20,19 +20,20 @@ import json
 import logging
 import math
 import os
+import queue
 import sys
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, _wrap_exception
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from aiockpt.coordination.choose import is_distributed
 from aiockpt.core.machine import BLOCK_BYTES
@@ -52,13 +53,13 @@ from aiockpt.storage.local.temp_dir import hold
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
 
     from aiockpt.format.transforms.base import Transform
 
-    WriteBucket = tuple[str, list[tuple[WriteItem, Any]]]
-    """One file: its path, and its items with their values."""
+    WriteBucket = tuple[str, str, tuple[list[tuple[WriteItem, bytes]], list[tuple[WriteItem, Any]]]]
+
+    "One file: its path, its name, and its items with their values, objects and tensors apart."
 
 
 _logger = logging.getLogger("aiockpt")
@@ -209,8 +210,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         with contextlib.suppress(FileNotFoundError):  # left by an earlier save whose results were never retrieved
             os.unlink(self._results)
         self._buckets = []
-        for hint, pairs in self._groups(list(zip(plan.items, values, strict=True))):
-            self._buckets.append((os.path.join(directory, f"{hint}{prefix}{len(self._buckets)}.distcp"), pairs))
+        for hint, group in self._groups(list(zip(plan.items, values, strict=True))):
+            name = f"{hint}{prefix}{len(self._buckets)}.distcp"
+            objects = [pair for pair in group if pair[0].type == WriteItemType.BYTE_IO]
+            tensors = [pair for pair in group if pair[0].type != WriteItemType.BYTE_IO]
+            self._buckets.append((os.path.join(directory, name), name, (objects, tensors)))
 
     def _groups(self, pairs: list[tuple[WriteItem, Any]]) -> Iterator[tuple[str, list[tuple[WriteItem, Any]]]]:
         """Distribute the items over files; yield the hint and the items of each."""
@@ -294,14 +298,15 @@ class FileSystemWriterAsync(FileSystemWriter):
         def staged(value: Any) -> Any:
             if isinstance(value, _SharedPlace):
                 return value.of(block)
-            if not isinstance(value, torch.Tensor):
-                return value
             if value.device.type == "cpu":
                 return value.clone() if is_shared else value
             moved.add(value.device)
             return value.to("cpu", non_blocking=non_blocking and has_events(value.device))
 
-        buckets = [(path, [(item, staged(value)) for item, value in pairs]) for path, pairs in write_buckets]
+        buckets = [
+            (path, name, (objects, [(item, staged(value)) for item, value in tensors]))
+            for path, name, (objects, tensors) in write_buckets
+        ]
         _wait_for(moved)
         return buckets
 
@@ -317,7 +322,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         with _as_a_writing_process() if options.pid != os.getpid() else contextlib.nullcontext():
             results: dict[str, Any]
             try:
-                results = {"places": _write_buckets(options, write_buckets)}
+                written = _write_buckets(options, write_buckets)
+                infos = [result.storage_data for each in written for result in each]
+                places = [(i.relative_path, i.offset, i.length, i.transform_descriptors or ()) for i in infos]
+                results = {"places": places}
             except Exception as exc:  # raised where the results are retrieved
                 results = {"error": f"{type(exc).__name__}: {exc}"}
             try:
@@ -327,6 +335,42 @@ class FileSystemWriterAsync(FileSystemWriter):
             except OSError:  # raising would end a persistent process, and its callers would wait forever
                 outcome = results.get("error", "nothing went wrong before")
                 _logger.exception("rank %d did not write its results to %s (%s)", rank, results_path, outcome)
+
+    @staticmethod
+    def write_preloaded_data(
+        transform_list: Sequence[Transform],
+        local_proc_idx: int,
+        write_bucket: WriteBucket,
+        results_queue: Any,
+        count_queue: Any,
+        use_fsync: bool,
+        **kwargs: Any,
+    ) -> tuple[int, list[WriteResult] | Exception]:
+        """Write one file. Blocks.
+
+        Args:
+            transform_list: applied to each item.
+            local_proc_idx: number of the file among those of the rank.
+            write_bucket: its path, its name, and its items.
+            results_queue: the result is put into this queue. None: it is only returned.
+            count_queue: an entry is taken from this queue, and marked as done, when the file is written. None: none.
+            use_fsync: make the file durable.
+            kwargs: ``checkpoint``, its path; ``staging_bytes`` and ``direct_io``, as for the constructor.
+
+        Returns:
+            The number, and the results of the items, or the error.
+        """
+        result: list[WriteResult] | Exception
+        try:
+            result = _write_bucket(write_bucket, transform_list, fsync=use_fsync, **kwargs)
+        except Exception as exc:
+            result = exc
+        if results_queue is not None:
+            results_queue.put((local_proc_idx, result))
+        if count_queue is not None:
+            count_queue.get()
+            count_queue.task_done()
+        return local_proc_idx, result
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
         """Return the locations of this rank's items, once the function that writes them has returned.
@@ -339,7 +383,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 raise SaveError("there are no results before prepare_write_data")
             if not self._buckets:
                 return []
-            items = [item for _, pairs in self._buckets for item, _ in pairs]
+            items = [item for _, _, pairs in self._buckets for item, _ in (*pairs[0], *pairs[1])]
             results = results_of(items, _read_results(self._results, len(items)))
         except AiockptError as exc:
             # Without its traceback: since Python 3.13 that holds code objects, which can't be sent to another rank.
@@ -384,26 +428,52 @@ def _as_a_writing_process() -> Iterator[None]:
             gc.enable()
 
 
-def _write_buckets(options: RankWriteOptions, buckets: list[WriteBucket]) -> list[ItemRange]:
-    """Write all files of a rank at the same time; return the place of each item; raise the first error."""
+def _write_buckets(options: RankWriteOptions, buckets: list[WriteBucket]) -> list[list[WriteResult]]:
+    """Write all files of a rank at the same time; return the results of each; raise the first error."""
     share = options.staging_bytes and max(BLOCK_BYTES, options.staging_bytes // len(buckets))
+    settings = {"checkpoint": options.path, "staging_bytes": share, "direct_io": options.direct_io}
     with DaemonThreads(len(buckets), "aiockpt-dcp") as threads:
-        return list(chain.from_iterable(threads.map(partial(_write_bucket, options, share), buckets)))
+        return list(threads.map(partial(_call, options, settings), enumerate(buckets)))
 
 
-def _write_bucket(options: RankWriteOptions, staging_bytes: int | None, bucket: WriteBucket) -> list[ItemRange]:
+def _call(options: RankWriteOptions, settings: dict[str, Any], numbered: tuple[int, WriteBucket]) -> list[WriteResult]:
+    """Call `FileSystemWriterAsync.write_preloaded_data`, which a test may have replaced, as its callers do."""
+    number, bucket = numbered
+    results: queue.Queue[Any] = queue.Queue()
+    counts: queue.Queue[int] = queue.Queue()
+    counts.put(number)
+    FileSystemWriterAsync.write_preloaded_data(
+        options.transforms, number, bucket, results, counts, options.sync, **settings
+    )
+    _, result = results.get_nowait()
+    if isinstance(result, Exception):
+        raise result
+    return list(result)
+
+
+def _write_bucket(
+    bucket: WriteBucket,
+    transforms: Sequence[Transform],
+    *,
+    checkpoint: str = "",
+    fsync: bool,
+    staging_bytes: int | None = None,
+    direct_io: bool = True,
+) -> list[WriteResult]:
     """Write one file, which is replaced if an earlier attempt left it."""
-    path, pairs = bucket
+    path, name, (objects, tensors) = bucket
+    pairs = [*objects, *tensors]
     # Under a name of its own: an attempt that was killed may have left its file, and a fork of it may still be writing.
-    (directory, name), planner = os.path.split(path), Planner(DcpFormat(1), f".{uuid.uuid4().hex}_")
-    settings = {"staging_bytes": staging_bytes, "direct_io": options.direct_io, "fsync": options.sync, "io_threads": 1}
+    directory, planner = os.path.dirname(path), Planner(DcpFormat(1), f".{uuid.uuid4().hex}_")
+    settings = {"staging_bytes": staging_bytes, "direct_io": direct_io, "fsync": fsync, "io_threads": 1}
+    values = [(item.index.fqn, value) for item, value in pairs]
+    checkpoint = checkpoint or directory  # any name beside it
+    ticket = os.path.relpath(directory, os.path.dirname(checkpoint))
     with borrowed(None, **settings) as checkpointer:
-        values = [(item.index.fqn, value) for item, value in pairs]
-        ticket = os.path.relpath(directory, os.path.dirname(options.path))
-        places = write_items(checkpointer, values, options.path, ticket, planner, options.transforms)
+        places = write_items(checkpointer, values, checkpoint, ticket, planner, transforms)
     (written,) = {place.file for place in places}
     os.replace(os.path.join(directory, written), path)
-    return [place._replace(file=name) for place in places]
+    return results_of([item for item, _ in pairs], [place._replace(file=name) for place in places])
 
 
 def _read_results(path: str, count: int) -> list[ItemRange]:

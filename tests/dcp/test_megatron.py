@@ -88,8 +88,8 @@ def test_an_error_is_among_the_results(tmp_path: Path) -> None:
     write, preload, args = alone.writer.get_save_function_and_args()
     assert write is not None
     assert preload is not None
-    ((path, ((item, _),)),) = preload()
-    args[1] = [(path, [(item, torch.empty(3, device="meta"))])]
+    ((path, name, (objects, ((item, _),))),) = preload()
+    args[1] = [(path, name, (objects, [(item, torch.empty(3, device="meta"))]))]
     write(*args)
     error = alone.writer.retrieve_write_results()
     assert isinstance(error, tuple)
@@ -170,6 +170,34 @@ def test_thread_count_is_the_number_of_files(tmp_path: Path, options: dict[str, 
     write_alone(tmp_path / "few", few, thread_count=9, **options)
     assert data_files(tmp_path / "few") == ["__0_0.distcp", "__0_1.distcp"]
     assert_loads(tmp_path / "few", few)
+
+
+def fail_on_file_1(transform_list, local_proc_idx, write_bucket, results_queue, count_queue, use_fsync, **kwargs):
+    """Replace the function as tests of trainers do: same signature, results through the queues."""
+    results_queue.put((local_proc_idx, OSError("disk 1 is gone") if local_proc_idx == 1 else []))
+    count_queue.get()
+    count_queue.task_done()
+
+
+def test_the_function_that_writes_a_file_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", fail_on_file_1)
+    alone = plan_alone(tmp_path / "c", STATE, thread_count=2)
+    assert "disk 1 is gone" in str(alone.write()[0])
+    alone.writer.discard()
+
+
+def test_the_function_that_writes_a_file_can_be_called_alone(tmp_path: Path) -> None:
+    alone = plan_alone(tmp_path / "c", STATE, thread_count=2)
+    _, preload, _ = alone.writer.get_save_function_and_args()
+    assert preload is not None
+    results = []
+    for number, bucket in enumerate(preload()):
+        at, result = FileSystemWriterAsync.write_preloaded_data([], number, bucket, None, None, True)
+        assert at == number
+        assert isinstance(result, list), result
+        results += result
+    alone.writer.finish(alone.metadata, [results])
+    assert_loads(tmp_path / "c", STATE)
 
 
 def exit_process(*_: Any, **__: Any) -> None:
