@@ -22,7 +22,7 @@ from tests.states import assert_same
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(executor, "_CPU", torch.device("meta"))
+    monkeypatch.setattr(executor, "CPU", torch.device("meta"))
     with PosingDevice().installed(monkeypatch) as posing:
         yield posing
 

@@ -48,7 +48,7 @@ def through_chunks(monkeypatch: pytest.MonkeyPatch):
         return made[0]
 
     monkeypatch.setattr(EngineResources, "_placer_for", placer_for)
-    monkeypatch.setattr(executor, "_CPU", torch.device("meta"))
+    monkeypatch.setattr(executor, "CPU", torch.device("meta"))
     monkeypatch.setattr(jobs.ChunkRead, "_target_memory", lambda self: None)
     return runtimes
 
@@ -155,14 +155,15 @@ async def test_new_tensors_belong_to_the_stream_of_the_call(monkeypatch: pytest.
             return ["made"]
 
     device, filled = torch.device("cuda", 0), []
-    wanted = SimpleNamespace(reads=[], tensor=None, shape=(2,), dtype=torch.float32, read_into=filled.append)
+    wanted = SimpleNamespace(reads=[], tensor=None, device=device, read_into=filled.append)
+    wanted.shape, wanted.dtype = (2,), torch.float32
     monkeypatch.setattr(engine, "current_streams", lambda: {device: threading.get_ident()})
     async with aiockpt.AsyncCheckpointer() as ckpt:
 
         async def make(tools):
             assert threading.get_ident() != tools.streams[device]
             tools = dataclasses.replace(tools, placer_for=lambda _: Placer())
-            plan = SimpleNamespace(new=[wanted], device=device)
+            plan = SimpleNamespace(new=[wanted])
             await executor.ReadExecutor(None, "", LoadOptions(), tools).allocate(plan)
 
         await ckpt._engine.call(make, "make").wait()
