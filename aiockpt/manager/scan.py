@@ -159,6 +159,8 @@ class StepScanner:
         self._directory = directory
         self._step_of = functools.lru_cache(_MOST_NAMES)(names.step_of)
         self._cache: dict[str, _Known] = {} if known is None else known._cache
+        self._names: list[str] = []  # of the directory's directories, as they were listed last
+        self._paths: dict[int, str] = {}  # those of steps among them, by their numbers, in order
         self._lock = threading.Lock()
         self.has_seen_all = False
 
@@ -208,10 +210,14 @@ class StepScanner:
             with self._storage.look(self._directory) as listing:
                 if listing.is_file:
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self._directory)
-                steps = {step: name for name in listing.folders if (step := self._step_of(name)) is not None}
+                names = listing.folders
         except FileNotFoundError:
             return {}
-        return {step: self._storage.below(self._directory, steps[step]) for step in sorted(steps)}
+        if names != self._names:
+            steps = {step: name for name in names if (step := self._step_of(name)) is not None}
+            self._paths = {step: self._storage.below(self._directory, steps[step]) for step in sorted(steps)}
+            self._names = names
+        return dict(self._paths)
 
     def _look_at_newest(
         self, steps: Mapping[int, str], count: int, *, lenient: bool
