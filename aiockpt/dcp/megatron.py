@@ -351,7 +351,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Args:
             transform_list: applied to each item.
             local_proc_idx: number of the file among those of the rank.
-            write_bucket: its path, its name, and its items.
+            write_bucket: its path, its name, and its items; one of those that `get_save_function_and_args` leads to.
             results_queue: the result is put into this queue. None: it is only returned.
             count_queue: an entry is taken from this queue, and marked as done, when the file is written. None: none.
             use_fsync: make the file durable.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from aiockpt.manager.retention import Retention
     from aiockpt.manager.run import RunDirectory
     from aiockpt.manager.scan import StepInfo
-    from aiockpt.storage.base import Storage
+    from aiockpt.storage.base import Stamp, Storage
     from aiockpt.storage.patched import Patches
     from aiockpt.telemetry.verification import Problem
 
@@ -90,8 +90,8 @@ class Restore:
         touched_by = last = ""
         newest = _NEWEST
         for _ in range(_MOST_LISTS):
-            listed = await run.led(f"the steps of {run.directory}", partial(run.call, self._listed, newest))
-            has_all = not newest or sum(copy.info.state == "complete" for copy in listed) < newest
+            find = partial(run.call, self._listed, newest)
+            listed, has_all = await run.led(f"the steps of {run.directory}", find)
             # An older one may be needed to undo the load of a newer one.
             with self.retention.reading(*(copy.info.step for copy in listed)):
                 outcome = await self._try(listed, touched_by, has_all=has_all)
@@ -129,6 +129,8 @@ class Restore:
                 _note(exc, touched_by)
                 raise
             else:
+                if loaded is not None and await self._is_another(copy):
+                    return _Relist(copy.info.path, copy.info.path)
                 if loaded is not None:
                     return await self._restored(copy, loaded, skipped)
         if not has_all:
@@ -169,6 +171,11 @@ class Restore:
         if isinstance(error, CheckpointNotFoundError):
             return False
         return await self.run.agree("the end of a failed restore", bool(error.placed or error.partly_placed), any)
+
+    async def _is_another(self, copy: StepCopy) -> bool:
+        """Return whether a step that was loaded may be another save than was listed: another process may replace it."""
+        find = partial(self.run.call, self._is_replaced, copy)
+        return not self.run.locks and await self.run.led(f"the save at {copy.info.path}", find)
 
     async def _restored(
         self, copy: StepCopy, loaded: _Place, skipped: Sequence[tuple[StepCopy, LoadError]]
@@ -216,10 +223,11 @@ class Restore:
 
     # --- on rank 0 --------------------------------------------------------------------------------------
 
-    def _listed(self, newest: int) -> list[StepCopy]:
-        """Return the copies of steps to try, the preferred one first; if all are known, of so many ``newest`` at least.
+    def _listed(self, newest: int) -> tuple[list[StepCopy], bool]:
+        """Return the copies of steps to try, the preferred one first, and whether these are all.
 
-        All are looked at where others have to be compared with them, and once where retention will look at all anyhow.
+        If they are not, they are those of so many ``newest`` complete steps. All are looked at where others have to be
+        compared with them, and once where retention will look at all anyhow.
         """
         run, choice = self.run, self.request.step
         tier = run.tiers.mirror
@@ -248,13 +256,19 @@ class Restore:
             if found and found[-1].is_copy_of(listed):
                 found.append(replace(listed, repairs=found[-1]))
             found.append(listed)
-        return found
+        return found, not newest or sum(info.state == "complete" for info in infos) < newest
 
     def _is_gone(self, listed: StepCopy) -> bool:
         """Return whether a step, or the copy that it repairs, was deleted or replaced since it was listed."""
-        now = self.run.tiers.storage_at(is_mirror=listed.is_mirror).stamp(listed.info.path)
+        now = self._stamp_of(listed)
         # If none, though it is there, listing it again finds that out.
         return now is None or now != listed.stamp or (listed.repairs is not None and self._is_gone(listed.repairs))
+
+    def _is_replaced(self, listed: StepCopy) -> bool:
+        return self._stamp_of(listed) not in {None, listed.stamp}
+
+    def _stamp_of(self, listed: StepCopy) -> Stamp | None:
+        return self.run.tiers.storage_at(is_mirror=listed.is_mirror).stamp(listed.info.path)
 
     def _mirrored(self, looking: Future[tuple[StepInfo, ...]], infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
         """Return the steps of the mirror; if the run has steps itself, those that can't be read are left out."""

@@ -122,7 +122,7 @@ def _rename_in_steps(source: str, target: str) -> None:
 def link(source: str, target: str) -> bool:
     """Make a hard link; return False if the file system has none or forbids it; FileExistsError for a taken name."""
     try:
-        os.link(source, target)
+        os.link(source, target, follow_symlinks=False)
     except OSError as exc:
         if exc.errno in _NO_LINKS:
             return False

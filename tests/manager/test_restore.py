@@ -394,6 +394,28 @@ def test_reader_gets_the_newest_step_while_a_writer_deletes(
     assert (start.step, start.skipped, step_in(state), names(anywhere)) == (3, (), 3, ["step-00000003"])
 
 
+def test_what_is_returned_is_of_the_save_that_was_loaded(anywhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that the reader has listed is replaced before it is loaded."""
+    state = empty()
+    with (
+        aiockpt.SyncCheckpointManager(anywhere) as owner,
+        aiockpt.SyncCheckpointManager(anywhere, read_only=True) as run,
+    ):
+        owner.save(1, state_of(1), metrics={"n": 1})
+        left, load = [3, 2], run.checkpointer.load
+
+        def replace_and_load(*args: Any, **options: Any) -> Any:
+            if left:
+                n = left.pop()
+                owner.save(1, state_of(n), metrics={"n": n}, overwrite=True)
+            return load(*args, **options)
+
+        monkeypatch.setattr(run.checkpointer, "load", replace_and_load)
+        start = run.restore(state)
+    assert start is not None
+    assert (start.metrics, step_in(state), start.skipped) == ({"n": 3}, 3, ())
+
+
 def test_search_gives_up_if_steps_are_deleted_faster_than_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with aiockpt.SyncCheckpointManager(folder) as run:
         found = run._scanner.scan()

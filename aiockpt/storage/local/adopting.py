@@ -19,7 +19,7 @@ from isal.isal_zlib import crc32
 from aiockpt.storage.local.entries import open_regular
 from aiockpt.storage.local.retries import sync_fd
 from aiockpt.storage.local.sink import FILE_MODE
-from aiockpt.storage.syscalls import UnsupportedError, clone
+from aiockpt.storage.syscalls import Identity, UnsupportedError, clone
 
 if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import FileFacts
@@ -38,20 +38,23 @@ class KnownFiles:
     """
 
     def __init__(self) -> None:
-        self._crcs: dict[tuple[int, ...], int] = {}
+        self._facts: dict[Identity, tuple[int, int, int]] = {}  # size, time of modification, CRC
         self._lock = Lock()
         self.without_clones: set[int] = set()  # devices whose file systems have no reflinks
 
     def note(self, found: os.stat_result, crc: int) -> None:
         """Note the CRC of a file."""
         with self._lock:
-            while len(self._crcs) >= _MOST_KNOWN:
-                del self._crcs[next(iter(self._crcs))]  # the oldest
-            self._crcs[_state_of(found)] = crc
+            key = (found.st_dev, found.st_ino)
+            self._facts.pop(key, None)  # it becomes the youngest
+            self._facts[key] = (found.st_size, found.st_mtime_ns, crc)
+            while len(self._facts) > _MOST_KNOWN:
+                del self._facts[next(iter(self._facts))]
 
     def crc_of(self, found: os.stat_result) -> int | None:
         """Return the CRC of a file; None if it is not known."""
-        return self._crcs.get(_state_of(found))
+        size, changed, crc = self._facts.get((found.st_dev, found.st_ino), (-1, -1, 0))
+        return crc if (size, changed) == (found.st_size, found.st_mtime_ns) else None
 
     def vouch(self, path: str, facts: FileFacts) -> None:
         """Note the facts of a file that this process has just written."""

@@ -47,7 +47,7 @@ _LOOK_BYTES = 16 << 20  # looked for in the page cache at a time
 _DIRECT_MIN_BYTES = 256 << 10
 _WINDOW = 64  # short reads that are announced to the kernel together
 _GAP_BYTES = 16 << 10  # between runs of less than a page, read through: another read takes a disk as long
-_LEAST_RUNS = 8  # read with their gaps
+_LEAST_RUNS, _LEAST_SPAN_BYTES = 8, 256 << 10  # read with their gaps: fewer ones are announced, and read at once
 
 # Direct reads go through buffers, not into place. Memory of tensors is often in small pages: the kernel then describes
 # a read page by page and splits it at some 256, which virtual disks took up to twice as long for, where the copy costs
@@ -150,19 +150,21 @@ class LocalFile:
         is_near = (begin[1:] >= end[:-1]) & (begin[1:] - end[:-1] <= _GAP_BYTES)
         is_near &= np.maximum(length[1:], length[:-1]) < BLOCK_BYTES
         bounds = [0, *(np.flatnonzero(~is_near) + 1).tolist(), len(runs)]
-        if np.diff(bounds).max() < _LEAST_RUNS:
-            self._read_each(runs, view)
-            return
-        at = 0
+        pieces, done = list[slice](), 0  # of the runs: those with and without their gaps in turn
         for first, last in pairwise(bounds):
+            if last - first < _LEAST_RUNS or end[last - 1] - begin[first] < _LEAST_SPAN_BYTES:
+                continue
             while first < last:
                 most = int(begin[first]) // BLOCK_BYTES * BLOCK_BYTES + _BUFFER_BYTES
                 stop = first + max(1, int(np.searchsorted(end[first:last], most, "right")))
-                some = slice(first, stop)
-                part = view[at : at + int(length[some].sum())]
-                if not self._read_with_gaps(begin[some], length[some], part):
-                    self._read_each(runs[some], part)
-                first, at = stop, at + len(part)
+                pieces += [slice(done, first), slice(first, stop)]
+                first = done = stop
+        at = 0
+        for number, some in enumerate([*pieces, slice(done, len(runs))]):
+            part = view[at : at + int(length[some].sum())]
+            if not (number % 2 and self._read_with_gaps(begin[some], length[some], part)):
+                self._read_each(runs[some], part)
+            at += len(part)
 
     def _read_with_gaps(self, begin: NDArray[np.int64], length: NDArray[np.int64], view: memoryview) -> bool:
         """Read runs that fit into the buffer, and what is between them, past the page cache; False if it has them."""
