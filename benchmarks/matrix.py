@@ -87,7 +87,7 @@ SECTIONS = (
     Section("compression", "compress", 1, _sized(0.125, part="fp32,bf16,moments"), 2),
     Section("by size and number", "sweep", 2.5, _sized(0.5), 2),
     Section("in processes of their own", "rows", 4, lambda gib: {"gib": min(1.0, gib)}),
-    Section("growth", "growth", 3, lambda gib: {"gib": gib, "count": int(100_000 * min(1.0, gib))}, 2),
+    Section("growth", "growth", 3, lambda gib: {"gib": min(1.0, gib), "count": int(100_000 * min(1.0, gib))}, 2),
     Section("scale", "scale", 2.5, lambda gib: _SCALE if gib >= 1 else _SMALL_SCALE, 2),
 )
 

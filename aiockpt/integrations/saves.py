@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import glob
-import inspect
 import logging
 import os
 import re
@@ -307,9 +306,10 @@ def replaced(
 
     def instead(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(original).bind(*args, **kwargs).arguments
-            obj, file = [*given.values()][:2]
-            where, name = os.path.split(os.fspath(file))
+            # Not by the signature: others may have replaced the function too, by one of any arguments.
+            given: dict[str, Any] = {**dict(zip(("obj", "f", "metadata"), args, strict=False)), **kwargs}
+            obj, file = given.get("obj", given.get("tensors")), given.get("f", given.get("filename"))
+            where, name = os.path.split(file) if isinstance(file, str | os.PathLike) else ("", "")
             if threading.get_ident() != thread or where != folder or not name.startswith(names):
                 return original(*args, **kwargs)
             return take(name, obj, given.get("metadata"))

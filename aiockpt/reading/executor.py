@@ -16,7 +16,7 @@ import anyio.lowlevel
 import torch
 
 from aiockpt.core import pages
-from aiockpt.core.dataclasses import dataclass, field
+from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.core.machine import BLOCK_BYTES, cores
 from aiockpt.core.threads import run_each
 from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error
@@ -121,6 +121,9 @@ class ReadExecutor:
         """
         if plan.mapped:
             plan.values |= await self._tools.workers.run(map_tensors, self._source, self._path, plan.mapped)
+        if self.shared is None and plan.objects:  # first: they may be refused
+            await self.fill(ReadPlan(objects=plan.objects), phase)
+            plan = replace(plan, objects=[])
         await self.allocate(plan)
         await self.fill(plan, phase)
 
@@ -181,7 +184,7 @@ class ReadExecutor:
     ) -> None:
         await self.prepare(reads)
         shared: SharedJobs = {}
-        alone = self._object_jobs(objects, phase, shared)  # first: they may be refused
+        alone = self._object_jobs(objects, phase, shared)
         if small is not None:
             alone += small.jobs(self._source, self._path, verify=self._options.verify)
         alone += await self._jobs_of(reads, phase, shared)

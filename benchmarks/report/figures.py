@@ -185,8 +185,8 @@ WHY_FASTER: Mapping[str, str] = {
     "open": "one file, and no bytes are checked; aiockpt checks the framing and the CRC of each tensor",
     "small tensors": "one file, and no bytes are checked; aiockpt checks the framing and the CRC of each tensor",
     "model states": NO_CHECK,
-    "in processes of their own": "one file, one thread, and no CRC is computed or compared",
-    "by size and number": "no CRC, one thread; here copy, CRC and write of a chunk follow each other, across threads",
+    "in processes of their own": "one file, one thread, and safetensors computes and compares no CRC",
+    "by size and number": "one thread, in safetensors no CRC; here copy, CRC and write of a chunk follow each other",
 }
 """For a section of the results, why a peer can be faster than aiockpt."""
 
