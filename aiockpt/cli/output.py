@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.control import strip_control_codes
 from rich.text import Text
 
-from aiockpt.core.threads import start_thread
 from aiockpt.errors import NoThreadError, printable_key
 from aiockpt.telemetry.card import size_text as size_text
 from aiockpt.telemetry.card import time_text as time_text
@@ -202,7 +201,8 @@ def bar(title: str, total: int | None = None) -> Iterator[ByteBar]:
 
     ``total``: the bytes in all; None as long as that is not known.
     """
-    from aiockpt.progress.terminal import bars  # it takes long to import
+    from aiockpt.core.threads import start_thread  # these take long to import
+    from aiockpt.progress.terminal import bars
 
     err = console(stderr=True)
     progress = bars(err, transient=True)

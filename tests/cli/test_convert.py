@@ -123,9 +123,9 @@ def test_bar_shows_the_progress(python, tmp_path):
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(8)}, tmp_path / "c")
     code = f"""
-from aiockpt.cli import progress
+from aiockpt.cli import output
 from aiockpt.cli.main import app
-progress._AFTER_S = 0
+output._AFTER_S = 0
 app(["convert", {str(tmp_path / "c")!r}, {str(tmp_path / "m.pt")!r}])
 """
     terminal, end = pty.openpty()

@@ -23,9 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.lib.stride_tricks import as_strided
-
 from aiockpt.core import pages
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
@@ -35,6 +32,7 @@ from aiockpt.storage.local.replacing import readable, stand_in
 from aiockpt.storage.syscalls import UnsupportedError, cached_pages, is_on_network
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 # --- files ----------------------------------------------------------------------------------------
@@ -145,6 +143,8 @@ class LocalFile:
         if self._direct_fd < 0 or self._shared or len(runs) < _LEAST_RUNS or self._is_cached(*runs[len(runs) // 2]):
             self._read_each(runs, view)
             return
+        import numpy as np  # not above: the writer process does without
+
         begin, length = np.array(runs, np.int64).T
         end = begin + length
         is_near = (begin[1:] >= end[:-1]) & (begin[1:] - end[:-1] <= _GAP_BYTES)
@@ -170,6 +170,9 @@ class LocalFile:
         """Read runs that fit into the buffer, and what is between them, past the page cache; False if it has them."""
         if len(begin) < _LEAST_RUNS or self._is_cached(int(begin[0]), int(length[0])):
             return False
+        import numpy as np
+        from numpy.lib.stride_tricks import as_strided
+
         skip = int(begin[0]) % BLOCK_BYTES
         start, buffer, at = int(begin[0]) - skip, _buffers.get(), begin - begin[0] + skip
         wanted = int(at[-1] + length[-1])
