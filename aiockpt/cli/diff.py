@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import math
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from aiockpt.cli.output import (
     size_text,
 )
 from aiockpt.cli.statistics import blocks, distinct_index, numbers, part_indices, small_values, times_of
+from aiockpt.core.extent import strided_parts
 from aiockpt.format.keys import hint, matching
 from aiockpt.reading.info import ObjectInfo, TensorInfo, value_text
 from aiockpt.reading.reader import CheckpointReader
@@ -180,11 +182,28 @@ def _same_leaf(a: Any, b: Any, tolerance: Tolerance) -> bool:
 def _same_tensor(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> bool:
     if (a.layout, a.dtype, a.shape) != (b.layout, b.dtype, b.shape):
         return False
+    if a.is_quantized and tolerance:
+        a, b = a.dequantize(), b.dequantize()
     if a.layout is not torch.strided or a.is_quantized:
-        return _saved(a) == _saved(b) is not None
+        (places, values), (other_places, other_values) = _parts(a), _parts(b)
+        return same_objects(places, other_places, Tolerance()) and same_objects(values, other_values, tolerance)
     difference = TensorDifference(tolerance)
     difference.add(a, b)
     return not difference.differing
+
+
+def _parts(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """Return what places or scales the values of a sparse or quantized tensor, and the values, all as plain objects."""
+    if tensor.layout is not torch.strided:
+        if tensor.layout is torch.sparse_coo:
+            with contextlib.suppress(RuntimeError):  # torch can't add values of each dtype
+                tensor = tensor.detach().coalesce()
+        parts = list(strided_parts(tensor))
+        return parts[:-1], parts[-1:]
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return [tensor.q_scale(), tensor.q_zero_point()], [tensor.int_repr()]
+    scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return [tensor.q_per_channel_axis(), scales, zero_points], [tensor.int_repr()]
 
 
 def _saved(value: Any) -> bytes | None:

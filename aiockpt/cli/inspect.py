@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
-from rich.text import Text
+from rich.text import Span, Text
 
 import aiockpt
 from aiockpt.cli.app import CommandError
@@ -314,11 +314,10 @@ def _print_tree(lines: Sequence[Line], chosen: Chosen) -> None:
         if not is_terminal:  # where a long list is written in no time
             table.append([head, *numbers])
             continue
-        styled = Text(head)
-        styled.stylize("bold" if line.node.children else "", 0, len(label))
-        styled.stylize("magenta", len(label), len(label) + len(gaps[0]) + len(kind))
+        spans = [Span(0, len(label), "bold")] if line.node.children else []
+        spans += [Span(len(label), len(label) + len(gaps[0]) + len(kind), "magenta")] if kind else []
         is_bad = len(numbers) > 1 and numbers[-1] not in ("0", "?")
-        table.append([styled, *numbers[:-1], Text(numbers[-1], "bold red" if is_bad else "")])
+        table.append([Text(head, spans=spans), *numbers[:-1], Text(numbers[-1], "bold red") if is_bad else numbers[-1]])
     print_table(("", ">", *(f">{title}" for title in (_TITLES if chosen.statistics else ()))), table)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.cells import cell_len
 from rich.console import Console
 from rich.control import strip_control_codes
+from rich.segment import Segment, Segments
 from rich.text import Text
 
 from aiockpt.errors import NoThreadError, printable_key
@@ -66,16 +67,40 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> 
             texts = [text if text.isprintable() else strip_control_codes(text) for text in map(str, cells)]
             print("".join(_padded(texts, widths, right)).rstrip())
         return
-    lines: list[Text] = []
-    for cells in table:
-        for number, band in enumerate(_bands(widths, out.width)):
-            padded = _padded([cells[at] for at in band], [widths[at] for at in band], [right[at] for at in band])
-            line = Text.assemble(" " * _INDENT if number else "", *padded)
-            line.rstrip()
-            if line.plain or not number:
-                lines += line.wrap(out, out.width - _INDENT) if line.cell_len > out.width else [line]
-    for start in range(0, len(lines), _BATCH):  # each call takes long
-        out.print(Text("\n").join(lines[start : start + _BATCH]))
+    room = out.width
+    bands = _bands(widths, room)
+    for start in range(0, len(table), _BATCH):  # each call takes long
+        segments: list[Segment] = []
+        for cells in table[start : start + _BATCH]:
+            for number, band in enumerate(bands):
+                padded = _padded([cells[at] for at in band], [widths[at] for at in band], [right[at] for at in band])
+                segments += _segments(out, room, [" " * _INDENT if number else "", *padded])
+        out.print(Segments(segments), end="", soft_wrap=True)
+
+
+def _segments(out: Console, room: int, parts: Sequence[str | Text]) -> list[Segment]:
+    """Return what is printed for a line, wrapped if it has not enough room; nothing if it goes on with nothing.
+
+    A part has one style, or spans that follow each other.
+    """
+    plain = "".join(map(str, parts)).rstrip()
+    if not plain and parts[0]:
+        return []
+    if cell_len(plain) > room:
+        line = Text.assemble(*parts)
+        line.rstrip()
+        return [segment for each in line.wrap(out, room - _INDENT) for segment in each.render(out, "\n")]
+    found: list[Segment] = []  # rich, which wraps and sorts, would take most of the time of a long list
+    begin = done = 0
+    for part in parts:
+        if isinstance(part, Text):
+            for start, end, style in part.spans or ((0, len(part), part.style),):
+                found.append(Segment(plain[done : begin + start]))
+                found.append(Segment(plain[begin + start : begin + end], out.get_style(style)))
+                done = begin + end
+        begin += len(part)
+    found.append(Segment(f"{plain[done:]}\n"))
+    return found
 
 
 def _padded(cells: Sequence[Any], widths: Sequence[int], right: Sequence[bool]) -> Iterator[Any]:

@@ -41,7 +41,9 @@ class Survey:
         """Add a part to the figures."""
         try:
             for values in map(_reals, blocks(part)):
-                known = values[~values.isnan()]
+                known = values
+                if values.is_floating_point() and (is_nan := values.isnan()).any():
+                    known = values[~is_nan]
                 self._nan += values.numel() - known.numel()
                 if not known.numel():
                     continue
@@ -49,9 +51,12 @@ class Survey:
                 self._count += known.numel()
                 low, high = (bound.item() for bound in torch.aminmax(known))
                 self._minimum, self._maximum = min(self._minimum, low), max(self._maximum, high)
-                if (finite := known[known.isfinite()]).numel():
-                    low, high = (bound.item() for bound in torch.aminmax(finite))
-                    self.low, self.high = min(self.low, low), max(self.high, high)
+                if math.inf in (-low, high):  # which makes a copy of the finite elements worth its time
+                    known = known[known.isfinite()]
+                    if not known.numel():
+                        continue
+                    low, high = (bound.item() for bound in torch.aminmax(known))
+                self.low, self.high = min(self.low, low), max(self.high, high)
         except (RuntimeError, NotImplementedError):
             self._can_compute = False
 

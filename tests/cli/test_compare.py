@@ -160,3 +160,47 @@ def test_sparse_and_quantized_tensors():
         assert not same_objects(form(eye), forms[number - 1](eye), Tolerance())
     half = torch.quantize_per_tensor(eye, 0.25, 3, torch.qint8)
     assert not same_objects(torch.quantize_per_tensor(eye / 2, 0.125, 3, torch.qint8), half, Tolerance())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta", "ignore:.*quantiz")
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+        lambda x: x.to_sparse_csc(),
+        lambda x: x.to_sparse_bsr((2, 2)),
+        lambda x: torch.quantize_per_tensor(x, x.max().item() / 100, 3, torch.qint8),
+    ],
+)
+def test_tolerance_applies_to_values_of_sparse_and_quantized_tensors(form):
+    a, b = form(torch.eye(4) * 2.0), form(torch.eye(4) * 2.0001)
+    assert not same_objects([a], [b], Tolerance())
+    assert not same_objects([a], [b], Tolerance(relative=1e-6))
+    assert same_objects([a], [b], Tolerance(relative=0.01))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks", "ignore:.*quantiz")
+def test_tolerance_applies_to_no_places_of_values_and_to_no_quantized_numbers():
+    tolerance = Tolerance(relative=0.01)
+    a, b = (torch.sparse_coo_tensor([[place]], [1.0], (300,)) for place in (200, 201))
+    assert not same_objects(a, b, tolerance)
+    a, b = (torch.quantize_per_tensor(torch.tensor([value]), 1.0, 100, torch.quint8) for value in (0.0, 1.0))
+    assert not same_objects(a, b, tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_nan_of_sparse_tensors():
+    bits = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    a, b = (torch.sparse_coo_tensor([[1]], value.reshape(1), (3,)) for value in bits)
+    assert not same_objects(a, b, Tolerance())
+    assert same_objects(a, b, Tolerance(absolute=1e-9))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int64])
+def test_sparse_tensor_equals_itself_coalesced(dtype):
+    whole = torch.sparse_coo_tensor([[2, 0, 2], [1, 0, 1]], torch.ones(3).to(dtype), (3, 3))
+    assert same_objects({"x": whole}, {"x": whole.coalesce()}, Tolerance())
+    assert same_objects(whole, torch.sparse_coo_tensor(whole._indices().flip(1), whole._values(), (3, 3)), Tolerance())
+    assert not same_objects(whole, whole.to_dense().logical_not().to(dtype).to_sparse(), Tolerance())
