@@ -34,12 +34,12 @@ Sizes = tuple[int, ...]
 _FoundChunk = tuple[Sizes, Sizes, str]
 
 
-def _kind(name: str) -> type[Record]:
-    return type(name, (Record,), {"__slots__": ()})
+def _kind(name: str, *, repeats: bool = False) -> type[Record]:
+    return type(name, (Record,), {"__slots__": (), "repeats": repeats})
 
 
 _Metadata = _kind("Metadata")
-_TensorStorageMetadata = _kind("TensorStorageMetadata")
+_TensorStorageMetadata = _kind("TensorStorageMetadata", repeats=True)
 _TensorProperties = _kind("TensorProperties")  # a tuple of five fields up to torch 2.14, six since; older: a dict
 _ChunkStorageMetadata = _kind("ChunkStorageMetadata")
 _BytesStorageMetadata = _kind("BytesStorageMetadata")
@@ -47,6 +47,9 @@ _MetadataIndex = _kind("MetadataIndex")
 _StorageInfo = _kind("_StorageInfo")
 _StorageMeta = _kind("StorageMeta")
 _Plan = _kind("Plan")  # a piece of the plans that Megatron-Core leaves for its next save; it is not used
+
+_INDEX_NAMES = ("fqn", "index", "offset")
+_INFO_NAMES = ("relative_path", "offset", "length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ class _MetadataDecoder:
         if type(values) not in (tuple, list) or len(values) > MAX_DIMS:
             raise ValueError(f"a {type(values).__name__}, or too many numbers, stand where a tensor size belongs")
         sizes = tuple(values)
-        if sizes and not (set(map(type, sizes)) == {int} and min(sizes) >= 0 and max(sizes) <= _MAX_SIZE):
+        if not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in sizes):
             raise ValueError(f"{reprlib.repr(sizes)} is no tensor size")
         self._sizes[id(sizes)] = sizes, str(sizes)
         return sizes
@@ -165,11 +168,19 @@ class _MetadataDecoder:
     def _add_range(self, index: Any, info: Any) -> None:
         if type(index) is not _MetadataIndex or type(info) is not _StorageInfo:
             raise TypeError("storage_data holds something other than byte ranges")
-        key, fields = index.fields(), info.fields()
-        name, offset = key.get("fqn"), key.get("offset")
-        transforms = self._transforms(name, fields.get("transform_descriptors"))
-        begin, length = _count(fields.get("offset")), _count(fields.get("length"))
-        where = ItemRange(_text(fields.get("relative_path")), begin, length, transforms)
+        if index.names == _INDEX_NAMES:
+            name, _, offset = index.values
+        else:
+            fields = index.fields()
+            name, offset = fields.get("fqn"), fields.get("offset")
+        transforms: tuple[str, ...] = ()
+        if info.names == _INFO_NAMES:
+            file, begin, length = info.values
+        else:
+            fields = info.fields()
+            file, begin, length = (fields.get(each) for each in _INFO_NAMES)
+            transforms = self._transforms(name, fields.get("transform_descriptors"))
+        where = ItemRange(_text(file), _count(begin), _count(length), transforms)
         self._ranges[_text(name), None if offset is None else self._checked(offset)[1]] = where
 
     def _transforms(self, name: Any, descriptors: Any) -> tuple[str, ...]:
@@ -274,8 +285,8 @@ def _storage_meta(record: Any) -> dict[str, Any]:
 
 
 def _dtype_of(properties: Any) -> torch.dtype:
-    state = properties.state if type(properties) is _TensorProperties else None
-    dtype = state.get("dtype") if type(state) is dict else state[0] if state else None
+    values = properties.values if type(properties) is _TensorProperties else None
+    dtype = values[0] if values and properties.names is None else properties.fields().get("dtype") if values else None
     if not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor without a dtype")
     return dtype

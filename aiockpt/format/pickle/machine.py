@@ -17,7 +17,6 @@ from typing import Any
 from aiockpt.core.dataclasses import dataclass, field
 
 _MAX_PROTOCOL = 5
-_UINT32 = struct.Struct("<I")
 _KEY_LIMIT = 1 << 60  # below, an int is its own hash: keys that all collide can't be chosen
 _MAX_FIELDS = 64
 _MAX_ARGS = 256
@@ -31,13 +30,16 @@ class PickleError(ValueError):
 class Record:
     """An object of a class that the pickle names; a subclass for each class."""
 
-    __slots__ = ("state",)
+    __slots__ = ("names", "values")
+
+    repeats = False  # True: records are often the same, byte for byte, and may then be one object
 
     def __init__(self) -> None:
-        self.state: Any = None  # a dict of the fields, or a tuple; None if there is none
+        self.names: tuple[str, ...] | None = None  # of the fields; None if the state is a tuple, or there is none
+        self.values: Any = None  # a sequence of the fields; None if there is no state
 
     def fields(self) -> dict[str, Any]:
-        return self.state if type(self.state) is dict else {}
+        return dict(zip(self.names or (), self.values or (), strict=False))
 
 
 class Function:
@@ -56,7 +58,7 @@ class Nest(tuple[Any, ...]):
 
 
 CONTAINERS = frozenset({tuple, list, dict, Nest})
-_ONCE = object()
+ONCE = object()
 """Takes the memo slot of a value that can't be pushed a second time."""
 
 
@@ -166,11 +168,6 @@ def constant(value: Any) -> Handler:
     return push
 
 
-def _byte(m: Machine, at: int) -> int:
-    m.stack.append(m.data[at])
-    return at + 1
-
-
 def _fixed(width: int, *, signed: bool = False) -> Handler:
     def push(m: Machine, at: int) -> int:
         m.stack.append(int.from_bytes(m.data[at : at + width], "little", signed=signed))
@@ -273,7 +270,7 @@ def _setitems(m: Machine, at: int) -> int:
 def memoize(m: Machine, at: int) -> int:
     """Add the value on top of the stack to the memo."""
     top = m.stack[-1]
-    m.memo.append(_ONCE if type(top) is Nest else top)
+    m.memo.append(ONCE if type(top) is Nest else top)
     return at
 
 
@@ -287,14 +284,12 @@ def _put_n(width: int) -> Handler:
     return put
 
 
-def _get(m: Machine, at: int) -> int:
-    m.stack.append(m.memo[m.data[at]])
-    return at + 1
+def _get_n(width: int) -> Handler:
+    def get(m: Machine, at: int) -> int:
+        m.stack.append(m.memo[int.from_bytes(m.data[at : at + width], "little")])
+        return at + width
 
-
-def _get4(m: Machine, at: int) -> int:
-    m.stack.append(m.memo[_UINT32.unpack_from(m.data, at)[0]])
-    return at + 4
+    return get
 
 
 # --- globals, calls and objects ---------------------------------------------------------------------
@@ -327,26 +322,33 @@ def _call(m: Machine, at: int) -> int:
     return at
 
 
+def is_record_kind(kind: Any) -> bool:
+    """Return whether a value is a subclass of `Record`."""
+    return type(kind) is type and issubclass(kind, Record)
+
+
 def _new_object(m: Machine, at: int) -> int:
     if m.stack.pop() != ():
         raise PickleError("an object that is made with arguments")
     kind = m.stack[-1]
-    if type(kind) is not type or not issubclass(kind, Record):
+    if not is_record_kind(kind):
         raise PickleError(f"a {type(kind).__name__} stands where a class belongs")
     m.stack[-1] = kind()
     return at
 
 
-def _build(m: Machine, at: int) -> int:
-    """Set the state of the record below the topmost value to that value."""
+def build(m: Machine, at: int) -> int:
+    """Set the state of the record below it."""
     state = m.stack.pop()
     record = m.stack[-1]
-    if not isinstance(record, Record) or record.state is not None:
+    if not isinstance(record, Record) or record.values is not None:
         raise PickleError(f"a state is given to a {type(record).__name__}, or for the second time")
-    are_fields = type(state) is dict and len(state) <= _MAX_FIELDS and set(map(type, state)) <= {str}
-    if not (are_fields or isinstance(state, tuple)):
+    if type(state) is dict and len(state) <= _MAX_FIELDS and set(map(type, state)) <= {str}:
+        record.names, record.values = tuple(state), tuple(state.values())
+    elif isinstance(state, tuple):
+        record.values = state
+    else:
         raise PickleError(f"a {type(record).__name__} is given a {type(state).__name__} as its state")
-    record.state = state
     return at
 
 
@@ -366,7 +368,7 @@ OPCODES: dict[str, Handler] = {
     "N": constant(None),
     "\x88": constant(True),
     "\x89": constant(False),
-    "K": _byte,
+    "K": _fixed(1),
     "M": _fixed(2),
     "J": _fixed(4, signed=True),
     "\x8a": _long1,
@@ -387,13 +389,13 @@ OPCODES: dict[str, Handler] = {
     "\x94": memoize,
     "q": _put_n(1),
     "r": _put_n(4),
-    "h": _get,
-    "j": _get4,
+    "h": _get_n(1),
+    "j": _get_n(4),
     "c": _global_of_lines,
     "\x93": _global_of_texts,
     "R": _call,
     "\x81": _new_object,
-    "b": _build,
+    "b": build,
     "Q": _persistent,
 }
 
@@ -407,8 +409,82 @@ def handler_table(own: Mapping[str, Handler], shared: str, refuse: Handler = _re
 HANDLERS: list[Handler] = handler_table(OPCODES, "")
 
 
+# --- records that metadata holds thousands of times ---------------------------------------------------
+# The opcodes of a record that repeats are run once. Where the same ones come again, its value is pushed, and the
+# machine is left in the same state, but for this: the dict of a record's state can't be pushed again from the memo.
+
+_HEAD = b")\x81\x94}\x94("  # a new object and the beginning of its state
+_RUN_BYTES = 2048  # the longest run
+_RUN_LENGTHS = 16
+_BUILD = ord("b")
+
+
+@dataclass(eq=False)
+class _RepeatingMachine(Machine):
+    # By opcodes: the record, and what they add to the memo.
+    runs: dict[bytes, tuple[Any, list[Any]]] = field(default_factory=dict)
+    run_lengths: list[int] = field(default_factory=list)
+    # Records that may become runs: the stack of their state, their position, the length of the memo before.
+    begun: list[tuple[list[Any], int, int]] = field(default_factory=list)
+
+
+def _push_record(m: _RepeatingMachine, kind: Any, at: int, end: int) -> int:
+    data = m.data
+    for length in m.run_lengths:
+        known = m.runs.get(data[at : at + length])
+        if known is not None:
+            m.stack.append(known[0])
+            m.memo += known[1]
+            return at + length
+    if not data.startswith(_HEAD, end):
+        m.stack.append(kind)
+        return end
+    record = kind()
+    m.stack += (record, {})
+    m.stacks.append(m.stack)
+    m.stack = []
+    if not m.begun:
+        m.begun.append((m.stack, at, len(m.memo)))
+    m.memo += (record, ONCE)
+    return end + len(_HEAD)
+
+
+def _get_or_record(width: int) -> Handler:
+    """Return the handler that pushes a value from the memo, or the record that the next opcodes make of it."""
+
+    def push(m: _RepeatingMachine, at: int) -> int:
+        end = at + width
+        value = m.memo[int.from_bytes(m.data[at:end], "little")]
+        if is_record_kind(value) and value.repeats:
+            return _push_record(m, value, at - 1, end)
+        m.stack.append(value)
+        return end
+
+    return push
+
+
+def _end_of_record(m: _RepeatingMachine, at: int) -> int:
+    items = pop_mark(m)
+    m.update(items)
+    if not m.begun or m.begun[-1][0] is not items or m.data[at] != _BUILD:
+        return at
+    # Everything since the mark happened above it, so the same opcodes would push an equal record again.
+    _, begin, before = m.begun.pop()
+    at = build(m, at + 1)
+    length = at - begin
+    if length not in m.run_lengths and length < _RUN_BYTES and len(m.run_lengths) < _RUN_LENGTHS:
+        m.run_lengths.append(length)
+    if length in m.run_lengths:
+        m.runs[m.data[begin:at]] = m.stack[-1], m.memo[before:]
+    return at
+
+
+_QUICK = {"h": _get_or_record(1), "j": _get_or_record(4), "u": _end_of_record}
+_REPEATING = [_QUICK.get(chr(code), handler) for code, handler in enumerate(HANDLERS)]
+
+
 def read_pickle(
     data: bytes, find_global: Callable[[str, str], Any], persistent_load: Callable[[Any], Any] | None = None
 ) -> Any:
     """Read a pickle of plain data and records, in time and memory proportional to its length; see `Machine`."""
-    return Machine(bytes(data), find_global, persistent_load, HANDLERS).run()
+    return _RepeatingMachine(bytes(data), find_global, persistent_load, _REPEATING).run()
