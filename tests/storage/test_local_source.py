@@ -200,6 +200,28 @@ def test_short_runs_with_small_gaps_are_read_together(tmp_path: Path, monkeypatc
     assert calls == [1024] * len(far)
 
 
+@pytest.mark.usefixtures("cold")
+def test_a_group_that_is_read_together_leaves_the_other_runs_announced(
+    tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, announced = open_source(str(tmp_path), direct_io=True), set[int]()
+    advise = os.posix_fadvise
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: (announced.add(args[1]), advise(*args)))
+    before, after = (
+        [(at, 100) for at in range(1000, 2 << 20, 90_000)],
+        [(at, 50) for at in range(9 << 20, 11 << 20, 80_001)],
+    )
+    few = [(at, 100) for at in range(3 << 20, (3 << 20) + 20_000, 2_000)]  # together, but short
+    near = [(at, 900) for at in range(4 << 20, 8 << 20, 12_000)]
+    runs = [*before, *few, *near, *after]
+    buffer = bytearray(sum(length for _, length in runs))
+    source.read_runs("f", runs, memoryview(buffer))
+    source.close()
+    assert bytes(buffer) == b"".join(data[at : at + length] for at, length in runs)
+    assert announced >= {at for at, _ in [*before, *few, *after]}
+    assert not announced & {at for at, _ in near}
+
+
 def test_checkpointer_frees_the_memory_of_direct_reads(
     tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
