@@ -145,7 +145,7 @@ class PendingSave:
 
     @property
     def path(self) -> str:
-        """Where it will be."""
+        """The path of the checkpoint, once it is written."""
         return self.transaction.path
 
 

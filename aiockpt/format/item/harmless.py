@@ -130,7 +130,7 @@ class _Builder(Guard):
         return True
 
     def _check_permitted(self, target: PickledValue) -> None:
-        """Give code that is permitted no opaque values."""
+        """Refuse opaque values for code that is permitted."""
         if target.refused and id(type(target.value)) in self.allowed:
             raise PickleError("a permitted object holds one that is not")
 

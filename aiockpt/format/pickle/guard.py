@@ -211,7 +211,7 @@ class Guard(Machine):
         """Return what a function returns; ``is_new``: an object of a class, without calling ``__init__``."""
 
     def set_state(self, target: PickledValue, state: Any) -> None:
-        """Give an object its state."""
+        """Set the state of an object."""
 
     def new_list(self) -> PickledValue:
         return PickledValue("list", value=[])

@@ -87,7 +87,7 @@ def adopt(source: str, target: str, facts: FileFacts, known: KnownFiles, *, fsyn
 
 
 def _link(fd: int, found: os.stat_result, source: str, target: str, *, fsync: bool) -> bool:
-    """Give an open file one more name, and make it read-only; return whether it is there as it was found."""
+    """Add a name to an open file, and make it read-only; return whether it is there as it was found."""
     if found.st_mode & _WRITABLE:
         os.fchmod(fd, stat.S_IMODE(found.st_mode) & ~_WRITABLE)
     is_shared = False
